@@ -1,0 +1,59 @@
+# A thin index: each target is one command, most of them a script of scripts/ or a tool configured in pyproject.toml.
+
+PYTHON ?= python3
+ARGS ?=
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format types protos protos-check dist check up down clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED) ## create .venv with gradwire (editable) and the development tools
+
+$(INSTALLED): pyproject.toml constraints.txt scripts/install
+	@PYTHON="$(PYTHON)" scripts/install .venv
+	@touch $@
+
+demo: $(INSTALLED) ## train through two local workers and compare with plain PyTorch
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## ruff, formatting and the import contracts between the layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+
+format: $(INSTALLED) ## format the code and apply ruff's safe fixes
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(INSTALLED) ## mypy --strict over both packages
+	@$(BIN)/mypy
+
+protos: ## generate client/gradwire/proto from protos/
+	@PYTHON="$(PYTHON)" scripts/protos
+
+protos-check: ## fail if the committed generated code is not what protos/ generates
+	@PYTHON="$(PYTHON)" scripts/protos --check
+
+dist: $(INSTALLED) ## build the sdist and the wheel into dist/
+	@$(BIN)/python -m build --outdir dist .
+
+check: lint types protos-check test ## everything that CI runs
+
+up: ## build the image, run two workers and the demo client in containers
+	$(COMPOSE) up --build --abort-on-container-exit --exit-code-from client
+
+down: ## stop and remove those containers
+	$(COMPOSE) down --remove-orphans
+
+clean: ## remove the environments, caches and build results
+	rm -rf .venv .venv-protos dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+"""gradwire: call functions and modules in other processes, and backpropagate through the calls.
+
+>>> import gradwire as gw
+>>> worker = gw.connect("gpu-box:50051")        # doctest: +SKIP
+>>> worker.encode(torch.ones(3))                # doctest: +SKIP
+"""
+
+from gradwire import errors
+from gradwire._calls import CallFuture
+from gradwire._describe import FunctionInfo
+from gradwire._scope import cancelled, deadline, timeout
+from gradwire._version import __version__
+from gradwire._workers import RemoteFunction, RemoteWorker, caller, connect
+from gradwire.errors import *  # noqa: F403 - the whole tree is public
+from gradwire.wire import register_type
+
+__all__ = [
+    "CallFuture",
+    "FunctionInfo",
+    "RemoteFunction",
+    "RemoteWorker",
+    "__version__",
+    "caller",
+    "cancelled",
+    "connect",
+    "deadline",
+    "errors",
+    "register_type",
+    "timeout",
+    *errors.__all__,
+]

@@ -1,0 +1,128 @@
+"""Calls: a function's name and arguments become a request, the reply becomes its result."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from gradwire import wire
+from gradwire._scope import current_scope, time_left
+from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError, MalformedMessage
+from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
+from gradwire.transport import Link, Pending, Received
+
+__all__ = ["CallFuture", "start_call"]
+
+
+class CallFuture(Pending):
+    """The result of a call that may still be on its way.
+
+    A `concurrent.futures.Future`, and awaitable. Cancelling it reaches the worker.
+    """
+
+    def __init__(self, decode: Callable[[Received], object]) -> None:
+        super().__init__()
+        self._decode: Callable[[Received], object] | None = decode
+        self._decode_lock = threading.Lock()
+        self._value: object = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self.done():
+            received = super().result(0)
+        else:
+            with current_scope().around_wait():
+                received = super().result(timeout)
+        # Decoded by whoever asks for the result, not by the link's thread: so autograd records it there.
+        with self._decode_lock:
+            if self._decode is not None:
+                self._value = self._decode(received)
+                self._decode = None
+                self._result = None
+        return self._value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        try:
+            yield from done
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.result(0)
+
+
+def start_call(
+    link: Link,
+    function: str,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    timeout: float | None = None,
+    target: value_pb2.RemoteRef | None = None,
+) -> CallFuture:
+    """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
+    left = time_left(timeout)
+    if left is not None and left <= 0:
+        raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
+    encoder = wire.Encoder()
+    request = autograd_pb2.ForwardWithAutogradRequest(function=function, target=target)
+    for index, arg in enumerate(args):
+        request.args.append(encoder.value(arg, f"args[{index}]"))
+    for name, arg in kwargs.items():
+        request.kwargs[name].CopyFrom(encoder.value(arg, name))
+    table, attachments = encoder.finish()
+    request.tensors.CopyFrom(table)
+    future = CallFuture(_decode_reply)
+    _cancel_with_caller(future)
+    link.ask(
+        link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
+        request.SerializeToString(),
+        attachments,
+        timeout=left,
+        pending=future,
+    )
+    return future
+
+
+def _cancel_with_caller(future: Pending) -> None:
+    """A call made by a served function is of no use once that function's caller has gone."""
+    exchange = current_scope().exchange
+    if exchange is None:
+        return
+    if exchange.cancelled:
+        raise Cancelled("the caller of this function has cancelled it")
+    exchange.when_cancelled(future.cancel)
+
+
+def _decode_reply(received: Received) -> object:
+    try:
+        reply = autograd_pb2.ForwardWithAutogradReply.FromString(received.body)
+    except DecodeError as error:
+        raise MalformedMessage(f"a reply that cannot be read: {error}") from error
+    decoder = wire.Decoder(reply.tensors, received.attachments)
+    for tensor, requires_grad in zip(decoder.tensors, decoder.requires_grad, strict=False):
+        if requires_grad:
+            tensor.requires_grad_()
+    return decoder.value(reply.result, "result")
+
+
+def wait(future: CallFuture, what: str) -> Any:
+    """The result of a call, with what was called in the error."""
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise
+    except GradwireError as error:
+        error.add_note(f"while calling {what}")
+        raise

@@ -1,0 +1,91 @@
+"""What a served function runs in: whose node it is part of, who asked, and how long it may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradwire._node import Node
+    from gradwire.transport import Exchange
+
+__all__ = ["Scope", "cancelled", "current_scope", "deadline", "entered", "time_left", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The surroundings of the code that runs now. Empty outside served functions."""
+
+    node: Node | None = None
+    exchange: Exchange | None = None
+    deadline: float | None = None
+    """On time.monotonic's clock."""
+    around_wait: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the code waits for another process, so that others may compute meanwhile."""
+
+
+_scope: ContextVar[Scope] = ContextVar("gradwire_scope", default=Scope())  # noqa: B039 - it is frozen
+
+
+def current_scope() -> Scope:
+    return _scope.get()
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Runs a block in a scope."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def time_left(timeout: float | None) -> float | None:
+    """The shorter of a timeout and what the surroundings leave; None if neither sets a limit."""
+    limit = _scope.get().deadline
+    if limit is None:
+        return timeout
+    left = max(limit - time.monotonic(), 0.0)
+    return left if timeout is None else min(timeout, left)
+
+
+def deadline() -> float | None:
+    """Seconds left for the code that runs now; None if there is no limit.
+
+    In a served function this is what its caller has left. Calls to other workers made from there are
+    bounded by it without further ado.
+    """
+    return time_left(None)
+
+
+def cancelled() -> bool:
+    """Whether the caller of the served function that runs now no longer wants the answer.
+
+    A function that takes long can ask now and then, and stop early.
+    """
+    scope = _scope.get()
+    if scope.exchange is not None and scope.exchange.cancelled:
+        return True
+    return scope.deadline is not None and time.monotonic() >= scope.deadline
+
+
+@contextmanager
+def timeout(seconds: float) -> Iterator[None]:
+    """Bounds all calls made in a block, those that they cause on other workers included.
+
+    >>> import gradwire as gw
+    >>> with gw.timeout(5):
+    ...     gw.deadline() <= 5
+    True
+    """
+    scope = _scope.get()
+    limit = time.monotonic() + seconds
+    if scope.deadline is not None:
+        limit = min(limit, scope.deadline)
+    with entered(replace(scope, deadline=limit)):
+        yield

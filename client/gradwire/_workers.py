@@ -1,0 +1,219 @@
+"""Handles to workers: what `connect` gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, overload
+
+from google.protobuf.message import DecodeError
+
+from gradwire import _calls
+from gradwire._calls import CallFuture
+from gradwire._describe import FunctionInfo, function_info
+from gradwire._node import SharedLink, current_node
+from gradwire._scope import current_scope, time_left
+from gradwire.errors import GradwireError, LinkClosed, MalformedMessage
+from gradwire.proto.v1 import describe_pb2, link_pb2
+from gradwire.transport import Link, LinkSettings
+
+__all__ = ["RemoteFunction", "RemoteWorker", "caller", "connect"]
+
+
+class RemoteWorker:
+    """Another process that serves functions.
+
+    ``worker.call("encode", x)`` and ``worker.encode(x)`` do the same. Handles are cheap, and may be used
+    from any thread.
+    """
+
+    def __init__(self, place: SharedLink, target: str) -> None:
+        self._place = place
+        self._target = target
+        place.join(self)
+        self._closed = False
+        self._description: describe_pb2.DescribeReply | None = None
+
+    @property
+    def target(self) -> str:
+        """The address that was connected to."""
+        return self._target
+
+    @property
+    def name(self) -> str:
+        """The worker's own name."""
+        return self._link.peer.name
+
+    @property
+    def _link(self) -> Link:
+        if self._closed:
+            raise LinkClosed(f"this handle to {self._target} was closed", worker=self._target)
+        return self._place.get()
+
+    # -- calling
+
+    def call(self, function: str, /, *args: object, timeout: float | None = None, **kwargs: object) -> Any:
+        """Calls a function and returns its result.
+
+        `timeout` in seconds bounds the whole call, and whatever it calls in turn. Raises
+        `DeadlineExceeded` when it runs out, and a `RemoteError` if the function raised.
+        """
+        future = _calls.start_call(self._link, function, args, kwargs, timeout=timeout)
+        return _calls.wait(future, f"{function} on {self._target}")
+
+    def call_async(
+        self, function: str, /, *args: object, timeout: float | None = None, **kwargs: object
+    ) -> CallFuture:
+        """Starts a call and returns its future, which can be waited for, awaited, or cancelled.
+
+        Tensors are read while they are sent: do not modify large ones before the future is done.
+        """
+        return _calls.start_call(self._link, function, args, kwargs, timeout=timeout)
+
+    def ping(self, timeout: float | None = None) -> float:
+        """Seconds for a round trip."""
+        start = time.perf_counter()
+        self._link.ask(link_pb2.METHOD_PING, b"", timeout=time_left(timeout)).result()
+        return time.perf_counter() - start
+
+    # -- what there is
+
+    def describe(self, timeout: float | None = 30.0) -> describe_pb2.DescribeReply:
+        """What the worker says of itself, as protobuf."""
+        request = describe_pb2.DescribeRequest().SerializeToString()
+        pending = self._link.ask(link_pb2.METHOD_DESCRIBE, request, timeout=time_left(timeout))
+        try:
+            self._description = describe_pb2.DescribeReply.FromString(pending.result().body)
+        except DecodeError as error:
+            raise MalformedMessage(f"{self._target}: {error}", worker=self._target) from error
+        return self._description
+
+    def functions(self) -> list[FunctionInfo]:
+        """What can be called, sorted by name."""
+        return [function_info(function) for function in self.describe().functions]
+
+    def __getattr__(self, name: str) -> RemoteFunction:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return RemoteFunction(self, name)
+
+    def __dir__(self) -> list[str]:
+        try:
+            served = [function.name for function in (self._description or self.describe(5.0)).functions]
+        except GradwireError:
+            served = []  # completion must not fail because a worker is away
+        return sorted({*super().__dir__(), *served})
+
+    # -- end
+
+    def close(self) -> None:
+        """Ends the use of this handle. The link is shared, and ends with the last handle to it."""
+        if not self._closed:
+            self._closed = True
+            self._place.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<gradwire worker at {self._target}{' (closed)' if self._closed else ''}>"
+
+
+class RemoteFunction:
+    """A function of a worker, to be called like one of one's own."""
+
+    def __init__(self, worker: RemoteWorker, name: str) -> None:
+        self._worker = worker
+        self.__name__ = self.__qualname__ = name
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        future = _calls.start_call(self._worker._link, self.__name__, args, kwargs)
+        return _calls.wait(future, f"{self.__name__} on {self._worker.target}")
+
+    def _info(self) -> FunctionInfo:
+        description = self._worker._description or self._worker.describe(5.0)
+        for function in description.functions:
+            if function.name == self.__name__:
+                return function_info(function)
+        raise AttributeError(f"{self._worker.target} serves no function {self.__name__!r}")
+
+    @property
+    def __signature__(self) -> Any:
+        try:
+            return self._info().signature
+        except GradwireError as error:
+            raise AttributeError("__signature__") from error
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        try:
+            return self._info().doc
+        except (GradwireError, AttributeError):
+            return ""
+
+    def __repr__(self) -> str:
+        return f"<gradwire function {self.__name__} at {self._worker.target}>"
+
+
+@overload
+def connect(target: str, *, connect_timeout: float = ..., lost_after: float = ...) -> RemoteWorker: ...
+
+
+@overload
+def connect(
+    target: Sequence[str], *, connect_timeout: float = ..., lost_after: float = ...
+) -> list[RemoteWorker]: ...
+
+
+def connect(
+    target: str | Sequence[str],
+    *,
+    connect_timeout: float = LinkSettings.connect_timeout,
+    lost_after: float = LinkSettings.lost_after,
+) -> RemoteWorker | list[RemoteWorker]:
+    """Connects to a worker at ``"host:port"`` or ``"unix:path"``, or to several at once.
+
+    Asking again for the same target is cheap: the link is shared. Raises `ConnectFailed` if no worker
+    answers within `connect_timeout` seconds. A worker that is out of reach for `lost_after` seconds counts
+    as lost: what waits for it then raises `WorkerLost`.
+    """
+    settings = LinkSettings(connect_timeout=connect_timeout, lost_after=lost_after)
+    node = current_node()
+    if isinstance(target, str):
+        worker = RemoteWorker(node.place_for(target, settings), target)
+        worker._link  # noqa: B018 - connects, or raises
+        return worker
+    workers = [RemoteWorker(node.place_for(one, settings), one) for one in target]
+    for connected in [node.pool.submit(worker._place.get) for worker in workers]:
+        connected.result()
+    return workers
+
+
+def caller() -> RemoteWorker:
+    """In a served function: the process that called it.
+
+    It can be called back if it serves functions itself. Raises LookupError elsewhere.
+    """
+    exchange = current_scope().exchange
+    if exchange is None:
+        raise LookupError("gw.caller() is for served functions; nobody called this code")
+    link = exchange.link
+    if link is None:
+        raise LookupError("this function was called by a unary request, which cannot be called back")
+    return _CallerHandle(link)
+
+
+class _CallerHandle(RemoteWorker):
+    """Whoever called. Its link is not ours to close, nor to open again."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(SharedLink(lambda: link), str(link.peer))
+
+    def close(self) -> None:
+        self._closed = True

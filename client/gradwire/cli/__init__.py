@@ -1,0 +1,85 @@
+"""The command ``gradwire``: looks at workers and calls them, from a shell.
+
+Each command is a module of its own with one function. A new one is written there and added to `_COMMANDS`;
+`gradwire.cli.common` has what they share.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from gradwire._version import __version__
+from gradwire.cli import call, common, ls, ping
+from gradwire.errors import GradwireError
+
+__all__ = ["app", "main"]
+
+_COMMANDS = {
+    "ls": ls.ls,
+    "call": call.call,
+    "ping": ping.ping,
+}
+
+_EPILOG = """
+A TARGET is the address of a worker: HOST:PORT or unix:PATH.
+
+[bold]Exit codes[/bold]
+
+0  done
+
+1  the worker could not be reached, refused the call, or the function raised
+
+2  wrong usage of the command line
+
+130  interrupted with Ctrl-C
+"""
+
+app = typer.Typer(
+    name="gradwire",
+    help="Looks at gradwire workers and calls their functions.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+for _name, _command in _COMMANDS.items():
+    # Words that look like unknown options may be arguments of a call: -1, -0.5. `call` sorts out the others.
+    app.command(_name, context_settings={"ignore_unknown_options": _name == "call"})(_command)
+
+
+def main() -> None:
+    """The entry point of the command ``gradwire``."""
+    # What gRPC's C code would write to stderr arrives as a GradwireError too. Whoever debugs gRPC sets the variable.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        app(prog_name="gradwire")
+    except GradwireError as error:
+        common.show_error(error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Every error that gradwire raises on purpose.
+
+::
+
+    GradwireError
+    ├── LinkError (ConnectionError)         the other process cannot be talked to
+    │   ├── ConnectFailed                   nothing answered in the connect timeout
+    │   ├── WorkerLost                      it was there and is gone, or was restarted
+    │   ├── LinkClosed                      this end closed the link
+    │   └── ProtocolError                   the other end does not speak our protocol
+    ├── DeadlineExceeded (TimeoutError)     the time given for a call ran out
+    ├── Cancelled (CancelledError)          the call was cancelled
+    ├── CallRefused                         the worker did not run the function
+    │   ├── UnknownFunction (LookupError)   no function of that name is exposed
+    │   ├── WrongArguments (TypeError)      the arguments do not fit the signature
+    │   ├── NotFound (LookupError)          no such context, message or ref, or no longer
+    │   ├── PermissionDenied (PermissionError)
+    │   ├── ResourceExhausted               a limit was reached; `retry_after` may say when to try again
+    │   └── Unavailable                     the worker is shutting down
+    ├── RemoteError                         the function raised; also the builtin type that it raised
+    ├── WireError
+    │   ├── Unencodable (TypeError)         a value that cannot travel; says where it is
+    │   └── MalformedMessage (ValueError)   bytes that make no sense
+    ├── InternalError (RuntimeError)        a fault of gradwire's own
+    └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
+
+Errors about another process say which in `worker`. `RemoteError` keeps the remote type and traceback.
+"""
+
+from __future__ import annotations
+
+import builtins
+import concurrent.futures
+import copy
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Self
+
+__all__ = [
+    "CallRefused",
+    "Cancelled",
+    "ConnectFailed",
+    "DeadlineExceeded",
+    "ForkedProcess",
+    "GradwireError",
+    "InternalError",
+    "LinkClosed",
+    "LinkError",
+    "MalformedMessage",
+    "NotFound",
+    "PermissionDenied",
+    "ProtocolError",
+    "RemoteError",
+    "ResourceExhausted",
+    "Unavailable",
+    "Unencodable",
+    "UnknownFunction",
+    "WireError",
+    "WorkerLost",
+    "WrongArguments",
+]
+
+
+class GradwireError(Exception):
+    """Base of all errors that gradwire raises on purpose."""
+
+    worker: str | None = None
+    """Name and address of the process that it is about, where there is one."""
+
+    def __init__(self, message: str = "", *, worker: str | None = None) -> None:
+        Exception.__init__(self, message)
+        self.message = message
+        self.worker = worker
+
+    def again(self) -> Self:
+        """The same error to raise once more, without the traceback of the first time."""
+        return copy.copy(self).with_traceback(None)
+
+    def __str__(self) -> str:
+        # Not Exception's: mixed-in builtins such as KeyError and OSError would format it their way.
+        return self.message
+
+
+class LinkError(GradwireError, ConnectionError):
+    """The other process cannot be talked to."""
+
+
+class ConnectFailed(LinkError):
+    """Nothing answered in the connect timeout, or what answered is no gradwire worker."""
+
+
+class WorkerLost(LinkError):
+    """The other process was there and is gone, or was restarted and has forgotten what it held."""
+
+
+class LinkClosed(LinkError):
+    """This end closed the link, or the other said goodbye."""
+
+
+class ProtocolError(LinkError):
+    """The other end does not speak this protocol, or broke it."""
+
+
+class DeadlineExceeded(GradwireError, TimeoutError):
+    """The time that was given for a call ran out."""
+
+
+class Cancelled(GradwireError, concurrent.futures.CancelledError):
+    """The call was cancelled before it was done."""
+
+
+class CallRefused(GradwireError):
+    """The worker did not run the function."""
+
+
+class UnknownFunction(CallRefused, LookupError):
+    """No function of that name is exposed; `suggestions` are names like it."""
+
+    suggestions: tuple[str, ...] = ()
+
+
+class WrongArguments(CallRefused, TypeError):
+    """The arguments do not fit the function's signature; nothing ran."""
+
+
+class NotFound(CallRefused, LookupError):
+    """The context, message or ref is not held by the worker, or no longer."""
+
+
+class PermissionDenied(CallRefused, PermissionError):
+    """This caller may not do that."""
+
+
+class ResourceExhausted(CallRefused):
+    """A limit of the worker was reached. `retry_after` says in how many seconds to try again, if known."""
+
+    retry_after: float | None = None
+
+
+class Unavailable(CallRefused):
+    """The worker is shutting down and takes no new calls."""
+
+
+class WireError(GradwireError):
+    """A value or message does not fit the wire."""
+
+
+class Unencodable(WireError, TypeError):
+    """A value that cannot travel. The message names the path to it, e.g. ``args[1]["mask"]``."""
+
+
+class MalformedMessage(WireError, ValueError):
+    """Bytes that make no sense: a length that lies, an unknown dtype, a missing part."""
+
+
+class InternalError(GradwireError, RuntimeError):
+    """A fault of gradwire itself. Please report it; the log of the process named has more."""
+
+
+class ForkedProcess(GradwireError, RuntimeError):
+    """gradwire was used in this process before os.fork(); start processes with "spawn" instead."""
+
+
+class RemoteError(GradwireError):
+    """The served function raised.
+
+    What is raised at the caller is also an instance of the builtin type that was raised there, so
+    ``except ValueError`` catches a remote ValueError. `remote_type` names the exact type, and
+    `remote_traceback` is the traceback as text.
+    """
+
+    remote_type: str = ""
+    remote_traceback: str = ""
+
+    @classmethod
+    def from_remote(
+        cls, types: Sequence[str], message: str, traceback: str, worker: str | None
+    ) -> RemoteError:
+        """Rebuilds what was raised. `types`: qualified names of its type and bases, nearest first."""
+        remote_type = types[0] if types else "Exception"
+        short_name = remote_type.removeprefix("builtins.")
+        error = _remote_error_type(_nearest_builtin(tuple(types)))(
+            f"{short_name}: {message}" if message else short_name, worker=worker
+        )
+        error.remote_type = remote_type
+        error.remote_traceback = traceback
+        if traceback:
+            where = f" on {worker}" if worker else ""
+            error.add_note(f"\nTraceback of the worker{where}:\n\n{traceback.rstrip()}")
+        return error
+
+
+# Raising these across a call would be taken for something else: the end of a generator, of the program.
+_NOT_IMITATED = (StopIteration, StopAsyncIteration, GeneratorExit, BaseExceptionGroup)
+
+
+@lru_cache
+def _nearest_builtin(types: tuple[str, ...]) -> type[Exception]:
+    for name in types:
+        builtin = getattr(builtins, name.removeprefix("builtins."), None) if "." in name else None
+        if (
+            isinstance(builtin, type)
+            and issubclass(builtin, Exception)
+            and not issubclass(builtin, _NOT_IMITATED)
+        ):
+            return builtin
+    return Exception
+
+
+@lru_cache
+def _remote_error_type(builtin: type[Exception]) -> type[RemoteError]:
+    if builtin is Exception:
+        return RemoteError
+
+    return type(f"Remote{builtin.__name__}", (RemoteError, builtin), {"__module__": __name__})

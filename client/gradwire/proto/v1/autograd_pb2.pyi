@@ -1,0 +1,147 @@
+from gradwire.proto.v1 import tensor_pb2 as _tensor_pb2
+from gradwire.proto.v1 import value_pb2 as _value_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ContextId(_message.Message):
+    __slots__ = ("node", "count")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    count: int
+    def __init__(self, node: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class MessageId(_message.Message):
+    __slots__ = ("node", "count")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    count: int
+    def __init__(self, node: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class AutogradMetadata(_message.Message):
+    __slots__ = ("context", "message", "depends_on")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DEPENDS_ON_FIELD_NUMBER: _ClassVar[int]
+    context: ContextId
+    message: MessageId
+    depends_on: _containers.RepeatedCompositeFieldContainer[MessageId]
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[MessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+
+class Autocast(_message.Message):
+    __slots__ = ("device_type", "enabled", "dtype")
+    DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    device_type: str
+    enabled: bool
+    dtype: str
+    def __init__(self, device_type: _Optional[str] = ..., enabled: bool = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class Modes(_message.Message):
+    __slots__ = ("no_grad", "inference", "autocast", "detect_anomaly")
+    NO_GRAD_FIELD_NUMBER: _ClassVar[int]
+    INFERENCE_FIELD_NUMBER: _ClassVar[int]
+    AUTOCAST_FIELD_NUMBER: _ClassVar[int]
+    DETECT_ANOMALY_FIELD_NUMBER: _ClassVar[int]
+    no_grad: bool
+    inference: bool
+    autocast: _containers.RepeatedCompositeFieldContainer[Autocast]
+    detect_anomaly: bool
+    def __init__(self, no_grad: bool = ..., inference: bool = ..., autocast: _Optional[_Iterable[_Union[Autocast, _Mapping]]] = ..., detect_anomaly: bool = ...) -> None: ...
+
+class ForwardWithAutogradRequest(_message.Message):
+    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target")
+    class KwargsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _value_pb2.Value
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    ARGS_FIELD_NUMBER: _ClassVar[int]
+    KWARGS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    MODES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    function: str
+    args: _containers.RepeatedCompositeFieldContainer[_value_pb2.Value]
+    kwargs: _containers.MessageMap[str, _value_pb2.Value]
+    tensors: _tensor_pb2.TensorTable
+    autograd: AutogradMetadata
+    modes: Modes
+    target: _value_pb2.RemoteRef
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ...) -> None: ...
+
+class ForwardWithAutogradReply(_message.Message):
+    __slots__ = ("result", "tensors", "autograd")
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    result: _value_pb2.Value
+    tensors: _tensor_pb2.TensorTable
+    autograd: AutogradMetadata
+    def __init__(self, result: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ...) -> None: ...
+
+class Gradients(_message.Message):
+    __slots__ = ("message", "slots", "tensors")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    message: MessageId
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    tensors: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, message: _Optional[_Union[MessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PropagateGradientsRequest(_message.Message):
+    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PASS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_GRAPH_FIELD_NUMBER: _ClassVar[int]
+    CREATE_GRAPH_FIELD_NUMBER: _ClassVar[int]
+    COLLECT_INTO_FIELD_NUMBER: _ClassVar[int]
+    SKIP_LEAVES_FIELD_NUMBER: _ClassVar[int]
+    AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    context: ContextId
+    gradients: Gradients
+    tensors: _tensor_pb2.TensorTable
+    retain_graph: bool
+    create_graph: bool
+    collect_into: ContextId
+    skip_leaves: bool
+    autograd: AutogradMetadata
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., **kwargs) -> None: ...
+
+class PropagateGradientsReply(_message.Message):
+    __slots__ = ("contributions", "tensors", "autograd")
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    contributions: _containers.RepeatedCompositeFieldContainer[Gradients]
+    tensors: _tensor_pb2.TensorTable
+    autograd: AutogradMetadata
+    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ...) -> None: ...
+
+class CleanupContextRequest(_message.Message):
+    __slots__ = ("context", "messages")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    context: ContextId
+    messages: _containers.RepeatedCompositeFieldContainer[MessageId]
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+
+class CleanupContextReply(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    def __init__(self, found: bool = ...) -> None: ...

@@ -1,0 +1,199 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    METHOD_UNSPECIFIED: _ClassVar[Method]
+    METHOD_FORWARD_WITH_AUTOGRAD: _ClassVar[Method]
+    METHOD_PROPAGATE_GRADIENTS: _ClassVar[Method]
+    METHOD_CLEANUP_CONTEXT: _ClassVar[Method]
+    METHOD_DESCRIBE: _ClassVar[Method]
+    METHOD_PING: _ClassVar[Method]
+METHOD_UNSPECIFIED: Method
+METHOD_FORWARD_WITH_AUTOGRAD: Method
+METHOD_PROPAGATE_GRADIENTS: Method
+METHOD_CLEANUP_CONTEXT: Method
+METHOD_DESCRIBE: Method
+METHOD_PING: Method
+
+class Envelope(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[Frame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("hello", "welcome", "request", "reply", "chunk", "cancel", "acknowledge", "goodbye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    welcome: Welcome
+    request: Request
+    reply: Reply
+    chunk: Chunk
+    cancel: Cancel
+    acknowledge: Acknowledge
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "node", "name", "session", "role", "attempt", "resume", "max_message_bytes")
+    class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ROLE_UNSPECIFIED: _ClassVar[Hello.Role]
+        ROLE_CONTROL: _ClassVar[Hello.Role]
+        ROLE_BULK: _ClassVar[Hello.Role]
+    ROLE_UNSPECIFIED: Hello.Role
+    ROLE_CONTROL: Hello.Role
+    ROLE_BULK: Hello.Role
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    node: int
+    name: str
+    session: int
+    role: Hello.Role
+    attempt: int
+    resume: bool
+    max_message_bytes: int
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol", "node", "name", "resumed", "lease_seconds", "max_message_bytes")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    node: int
+    name: str
+    resumed: bool
+    lease_seconds: float
+    max_message_bytes: int
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ("id", "method", "body", "transfers", "timeout_seconds")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    method: Method
+    body: bytes
+    transfers: _containers.RepeatedScalarFieldContainer[int]
+    timeout_seconds: float
+    def __init__(self, id: _Optional[int] = ..., method: _Optional[_Union[Method, str]] = ..., body: _Optional[bytes] = ..., transfers: _Optional[_Iterable[int]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("id", "body", "error", "transfers")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    body: bytes
+    error: Error
+    transfers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., body: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., transfers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("transfer", "offset", "total", "data")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    offset: int
+    total: int
+    data: bytes
+    def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class Acknowledge(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: Error
+    def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "message", "types", "traceback", "worker", "details", "retry_after_seconds")
+    class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CODE_UNSPECIFIED: _ClassVar[Error.Code]
+        CODE_RAISED: _ClassVar[Error.Code]
+        CODE_UNKNOWN_FUNCTION: _ClassVar[Error.Code]
+        CODE_WRONG_ARGUMENTS: _ClassVar[Error.Code]
+        CODE_MALFORMED: _ClassVar[Error.Code]
+        CODE_UNENCODABLE: _ClassVar[Error.Code]
+        CODE_CANCELLED: _ClassVar[Error.Code]
+        CODE_DEADLINE_EXCEEDED: _ClassVar[Error.Code]
+        CODE_RESOURCE_EXHAUSTED: _ClassVar[Error.Code]
+        CODE_UNAVAILABLE: _ClassVar[Error.Code]
+        CODE_WORKER_LOST: _ClassVar[Error.Code]
+        CODE_NOT_FOUND: _ClassVar[Error.Code]
+        CODE_PERMISSION_DENIED: _ClassVar[Error.Code]
+        CODE_INTERNAL: _ClassVar[Error.Code]
+        CODE_PROTOCOL: _ClassVar[Error.Code]
+    CODE_UNSPECIFIED: Error.Code
+    CODE_RAISED: Error.Code
+    CODE_UNKNOWN_FUNCTION: Error.Code
+    CODE_WRONG_ARGUMENTS: Error.Code
+    CODE_MALFORMED: Error.Code
+    CODE_UNENCODABLE: Error.Code
+    CODE_CANCELLED: Error.Code
+    CODE_DEADLINE_EXCEEDED: Error.Code
+    CODE_RESOURCE_EXHAUSTED: Error.Code
+    CODE_UNAVAILABLE: Error.Code
+    CODE_WORKER_LOST: Error.Code
+    CODE_NOT_FOUND: Error.Code
+    CODE_PERMISSION_DENIED: Error.Code
+    CODE_INTERNAL: Error.Code
+    CODE_PROTOCOL: Error.Code
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TYPES_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    code: Error.Code
+    message: str
+    types: _containers.RepeatedScalarFieldContainer[str]
+    traceback: str
+    worker: str
+    details: _containers.RepeatedScalarFieldContainer[str]
+    retry_after_seconds: float
+    def __init__(self, code: _Optional[_Union[Error.Code, str]] = ..., message: _Optional[str] = ..., types: _Optional[_Iterable[str]] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., details: _Optional[_Iterable[str]] = ..., retry_after_seconds: _Optional[float] = ...) -> None: ...

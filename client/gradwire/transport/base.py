@@ -1,0 +1,189 @@
+"""The one seam between gradwire and what carries its messages.
+
+A `Link` is a conversation with one other node in which both ends may ask. Whoever is asked gets an
+`Exchange` and answers it once, from any thread, whenever the answer is ready. Bodies are opaque bytes
+here; attachments are the memory of large tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.errors import GradwireError
+from gradwire.proto.v1 import link_pb2
+
+__all__ = [
+    "Buffer",
+    "Exchange",
+    "Handler",
+    "Identity",
+    "Link",
+    "LinkSettings",
+    "Pending",
+    "Received",
+    "Sendable",
+]
+
+Buffer = npt.NDArray[np.uint8]
+"""Memory that an attachment arrived in. It belongs to whoever receives the message."""
+
+
+class Sendable(Protocol):
+    """Memory that travels beside a message, read while it is being sent."""
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+
+    def check_unmodified(self) -> None:
+        """Raises if the memory was written to since the message was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a node is."""
+
+    node: int
+    """Random 64-bit id, new for each start of a process."""
+    name: str
+    """For people."""
+    address: str = ""
+    """Where it was reached, if it listens."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})" if self.address else self.name
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """How a link behaves. Times are in seconds."""
+
+    connect_timeout: float = 10.0
+    """How long the first connection may take, retries included."""
+    lost_after: float = 10.0
+    """How long the other end may be out of reach before it counts as lost."""
+    lease: float = 30.0
+    """How long the accepting end keeps what it holds for a peer that is out of reach."""
+    max_message_bytes: int = 1 << 40
+    """The largest message, attachments included, that this end takes."""
+    max_body_bytes: int = 64 << 20
+    """The largest message body, attachments not included, that this end takes."""
+    chunk_bytes: int = 1 << 20
+    """How much of an attachment goes into one frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message that arrived whole."""
+
+    body: bytes
+    attachments: Sequence[Buffer] = ()
+
+
+class Pending(Future[Any]):
+    """The answer to a question. Cancelling it reaches the other end."""
+
+    abandon: Callable[[], None] | None = None
+    """Set by the link: tells the other end that nobody waits any more."""
+
+    def cancel(self) -> bool:
+        if self.cancelled():
+            return True
+        if not super().cancel():
+            return False
+        if self.abandon is not None:
+            self.abandon()
+        return True
+
+    def settle(self, outcome: Received | GradwireError) -> bool:
+        """Sets the outcome unless there is one already."""
+        with self._condition:
+            # An answer, a timer and a lost link may race; the condition decides who is first.
+            if self._state != "PENDING":
+                return False
+            self._state = "RUNNING"
+        if isinstance(outcome, Received):
+            self.set_result(outcome)
+        else:
+            self.set_exception(outcome)
+        return True
+
+
+class Exchange(ABC):
+    """One question from the other end."""
+
+    method: int
+    """A value of link_pb2.Method."""
+    request: Received
+    deadline: float | None
+    """On time.monotonic's clock."""
+    link: Link | None
+    """The way back: the one who asked can be asked over it. None if there is no way back."""
+
+    @property
+    @abstractmethod
+    def cancelled(self) -> bool:
+        """Whether the asker no longer wants the answer."""
+
+    @abstractmethod
+    def when_cancelled(self, callback: Callable[[], None]) -> None:
+        """Calls back, once, when the asker cancels or is lost; at once if it already is so."""
+
+    @abstractmethod
+    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
+        """Answers. Later answers to the same question are ignored."""
+
+    @abstractmethod
+    def fail(self, error: link_pb2.Error) -> None:
+        """Answers with an error."""
+
+
+Handler = Callable[[Exchange], None]
+"""Takes a question, on the thread that reads the link: it must hand over what takes time."""
+
+
+class Link(ABC):
+    """A conversation with one other node: either end may ask."""
+
+    local: Identity
+    peer: Identity
+
+    @abstractmethod
+    def ask(
+        self,
+        method: int,
+        body: bytes,
+        attachments: Sequence[Sendable] = (),
+        *,
+        timeout: float | None = None,
+        pending: Pending | None = None,
+    ) -> Pending:
+        """Sends a question. The answer settles `pending` (a new one if none is given).
+
+        The answer is a `Received` or an exception: whatever the other end failed with,
+        DeadlineExceeded after `timeout`, or a LinkError if the other end is lost.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Says goodbye and ends: questions in flight fail with LinkClosed at both ends."""
+
+    @abstractmethod
+    def abort(self, error: GradwireError) -> None:
+        """Ends now, without a word. Questions in flight fail with `error`."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> GradwireError | None:
+        """Why the link has ended for good; None while it lives."""
+
+    @abstractmethod
+    def when_ended(self, callback: Callable[[Link], None]) -> None:
+        """Calls back once when the link has ended for good; at once if it already has."""

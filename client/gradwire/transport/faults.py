@@ -1,0 +1,110 @@
+"""Exceptions to protobuf errors and back, and to gRPC status codes: the one table of each."""
+
+from __future__ import annotations
+
+import traceback as traceback_module
+
+from gradwire import errors
+from gradwire.proto.v1 import link_pb2
+
+__all__ = ["describe", "rebuild"]
+
+Code = link_pb2.Error
+
+_CODES: tuple[tuple[type[errors.GradwireError], link_pb2.Error.Code], ...] = (
+    (errors.UnknownFunction, Code.CODE_UNKNOWN_FUNCTION),
+    (errors.WrongArguments, Code.CODE_WRONG_ARGUMENTS),
+    (errors.NotFound, Code.CODE_NOT_FOUND),
+    (errors.PermissionDenied, Code.CODE_PERMISSION_DENIED),
+    (errors.ResourceExhausted, Code.CODE_RESOURCE_EXHAUSTED),
+    (errors.Unavailable, Code.CODE_UNAVAILABLE),
+    (errors.MalformedMessage, Code.CODE_MALFORMED),
+    (errors.Unencodable, Code.CODE_UNENCODABLE),
+    (errors.Cancelled, Code.CODE_CANCELLED),
+    (errors.DeadlineExceeded, Code.CODE_DEADLINE_EXCEEDED),
+    (errors.ProtocolError, Code.CODE_PROTOCOL),
+    (errors.LinkError, Code.CODE_WORKER_LOST),
+    (errors.InternalError, Code.CODE_INTERNAL),
+)
+"""Nearest type first."""
+
+_TYPES: dict[int, type[errors.GradwireError]] = {
+    **{code: type_ for type_, code in reversed(_CODES)},
+    Code.CODE_WORKER_LOST: errors.WorkerLost,
+}
+
+
+def describe(error: BaseException, worker: str) -> link_pb2.Error:
+    """An exception as it travels. `worker` says where it happened, unless the error already knows."""
+    if isinstance(error, errors.GradwireError) and not isinstance(error, errors.RemoteError):
+        for type_, code in _CODES:
+            if isinstance(error, type_):
+                described = link_pb2.Error(code=code, message=str(error), worker=error.worker or worker)
+                if isinstance(error, errors.UnknownFunction):
+                    described.details.extend(error.suggestions)
+                if isinstance(error, errors.ResourceExhausted):
+                    described.retry_after_seconds = error.retry_after or 0.0
+                return described
+    if isinstance(error, errors.RemoteError):
+        # Raised further on and passed through here: its own type and traceback are what helps.
+        types = [error.remote_type, *(_qualified(t) for t in type(error).__mro__)]
+        trace = f"{_format(error)}\n{error.remote_traceback}" if error.remote_traceback else _format(error)
+        message = error.message.split(": ", 1)[1] if ": " in error.message else ""
+        return link_pb2.Error(
+            code=Code.CODE_RAISED,
+            message=message,
+            types=types,
+            traceback=trace,
+            worker=error.worker or worker,
+        )
+    return link_pb2.Error(
+        code=Code.CODE_RAISED,
+        message=_message(error),
+        types=[_qualified(t) for t in type(error).__mro__ if t is not object],
+        traceback=_format(error),
+        worker=worker,
+    )
+
+
+def rebuild(error: link_pb2.Error) -> errors.GradwireError:
+    """The exception to raise for an error that arrived."""
+    worker = error.worker or None
+    if error.code == Code.CODE_RAISED:
+        return errors.RemoteError.from_remote(list(error.types), error.message, error.traceback, worker)
+    type_ = _TYPES.get(error.code, errors.InternalError)
+    rebuilt = type_(error.message, worker=worker)
+    if isinstance(rebuilt, errors.UnknownFunction):
+        rebuilt.suggestions = tuple(error.details)
+    if isinstance(rebuilt, errors.ResourceExhausted):
+        rebuilt.retry_after = error.retry_after_seconds or None
+    return rebuilt
+
+
+def _qualified(type_: type) -> str:
+    return f"{type_.__module__}.{type_.__qualname__}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        # KeyError shows the repr of its key, which is what one wants to read; so does the traceback.
+        return str(error)
+    except Exception:
+        return "(its message could not be shown)"
+
+
+def _format(error: BaseException) -> str:
+    # Frames of gradwire's own machinery above the user's function say nothing to the user.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_machinery(trace):
+        trace = trace.tb_next
+    notes = error.__dict__.pop("__notes__", None)
+    try:
+        return "".join(traceback_module.format_exception(type(error), error, trace))
+    finally:
+        if notes is not None:
+            error.__notes__ = notes
+
+
+def _is_machinery(trace: traceback_module.TracebackException | object) -> bool:
+    frame = trace.tb_frame  # type: ignore[attr-defined]
+    return frame.f_globals.get("__name__", "").split(".")[0] in ("gradwire_server", "gradwire")

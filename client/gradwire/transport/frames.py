@@ -1,0 +1,122 @@
+"""Frames to bytes and back.
+
+What is written to a stream is always a valid protobuf Envelope. Chunks, which carry nearly all bytes,
+are written and read by hand: the prefix is computed, the payload is copied once. Everything else goes
+through the generated code, which is as fast for small messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from gradwire.errors import MalformedMessage
+from gradwire.proto.v1 import link_pb2
+
+__all__ = ["Chunk", "acknowledge", "cancel", "chunk", "envelope", "goodbye", "parse", "parse_chunk"]
+
+# Tags: field number << 3 | wire type (0 varint, 2 length-delimited).
+_ENVELOPE_FRAME = b"\x0a"
+_FRAME_CHUNK = b"\x2a"
+_CHUNK_TRANSFER, _CHUNK_OFFSET, _CHUNK_TOTAL, _CHUNK_DATA = b"\x08", b"\x10", b"\x18", b"\x22"
+
+
+class Chunk(NamedTuple):
+    """A piece of an attachment."""
+
+    transfer: int
+    offset: int
+    total: int
+    data: memoryview | bytes
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def chunk(transfer: int, offset: int, total: int, data: memoryview) -> bytes:
+    """An Envelope with one Chunk, byte for byte what the generated code would write."""
+    fields = b"".join(
+        (
+            _CHUNK_TRANSFER + _varint(transfer) if transfer else b"",
+            _CHUNK_OFFSET + _varint(offset) if offset else b"",
+            _CHUNK_TOTAL + _varint(total) if total else b"",
+            _CHUNK_DATA + _varint(len(data)) if len(data) else b"",
+        )
+    )
+    chunk_length = _varint(len(fields) + len(data))
+    frame_length = _varint(len(_FRAME_CHUNK) + len(chunk_length) + len(fields) + len(data))
+    return b"".join((_ENVELOPE_FRAME, frame_length, _FRAME_CHUNK, chunk_length, fields, data))
+
+
+def parse_chunk(data: bytes) -> Chunk | None:
+    """Reads an Envelope that holds just one Chunk as `chunk` writes it; None if it is anything else."""
+    if data[:1] != _ENVELOPE_FRAME:
+        return None
+    try:
+        length, at = _read_varint(data, 1)
+        if at + length != len(data) or data[at : at + 1] != _FRAME_CHUNK:
+            return None
+        length, at = _read_varint(data, at + 1)
+        if at + length != len(data):
+            return None
+        numbers = [0, 0, 0]
+        for index, tag in enumerate((_CHUNK_TRANSFER, _CHUNK_OFFSET, _CHUNK_TOTAL)):
+            if data[at : at + 1] == tag:
+                numbers[index], at = _read_varint(data, at + 1)
+        if at == len(data):
+            return Chunk(*numbers, b"")
+        if data[at : at + 1] != _CHUNK_DATA:
+            return None
+        length, at = _read_varint(data, at + 1)
+        if at + length != len(data):
+            return None
+        return Chunk(*numbers, memoryview(data)[at:])
+    except IndexError:
+        return None
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    result = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        result |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return result, at
+        shift += 7
+        if shift > 63:
+            raise IndexError  # not a varint; let the generated parser say what is wrong
+
+
+def parse(data: bytes) -> Sequence[link_pb2.Frame]:
+    """Reads any Envelope."""
+    try:
+        return link_pb2.Envelope.FromString(data).frames
+    except DecodeError as error:
+        raise MalformedMessage(f"a frame of {len(data)} bytes is no gradwire Envelope: {error}") from error
+
+
+def envelope(frame: link_pb2.Frame) -> bytes:
+    """One frame as the bytes to write."""
+    body = frame.SerializeToString()
+    return b"".join((_ENVELOPE_FRAME, _varint(len(body)), body))
+
+
+def cancel(request_id: int) -> bytes:
+    return envelope(link_pb2.Frame(cancel=link_pb2.Cancel(id=request_id)))
+
+
+def acknowledge(ids: Iterable[int]) -> bytes:
+    return envelope(link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=ids)))
+
+
+def goodbye(error: link_pb2.Error | None = None) -> bytes:
+    return envelope(link_pb2.Frame(goodbye=link_pb2.Goodbye(error=error)))

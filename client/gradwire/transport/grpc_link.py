@@ -1,0 +1,238 @@
+"""The connecting end of a link over gRPC.
+
+A thread of its own keeps the link: it opens the two streams, reads the one for control, and opens new
+ones after a cut, until the other end has been out of reach for too long or is not who it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from gradwire.errors import ConnectFailed, GradwireError, ProtocolError, WorkerLost
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import faults, frames
+from gradwire.transport.base import Handler, Identity, LinkSettings
+from gradwire.transport.channels import LINK_METHOD, client_options
+from gradwire.transport.conversation import Conversation, Streams
+from gradwire.transport.timers import call_later
+
+__all__ = ["PROTOCOL", "GrpcLink"]
+
+log = logging.getLogger("gradwire.link")
+
+PROTOCOL = 1
+"""The version of the protocol that this code speaks."""
+
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
+_HANDSHAKE_SECONDS = 5.0
+_FAREWELL_SECONDS = 2.0
+
+
+class _Broken(Exception):
+    """The streams ended; there may be another try."""
+
+
+class GrpcLink(Conversation):
+    """A link to a worker that listens. `connect` must come first."""
+
+    def __init__(self, target: str, local: Identity, handler: Handler, settings: LinkSettings) -> None:
+        super().__init__(local, Identity(0, target, ""), handler, settings)
+        self.target = target
+        self._session = random.getrandbits(64)
+        self._welcomed = False
+        self._call: Any = None
+        self._connected = threading.Event()
+        self._ending = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name=f"gradwire-link-{target}", daemon=True)
+
+    def connect(self) -> None:
+        """Returns when the other end has answered; raises ConnectFailed if it does not in time."""
+        self.when_ended(self._on_end)
+        self._keeper.start()
+        self._connected.wait(self.settings.connect_timeout + _HANDSHAKE_SECONDS)
+        if self._ended is not None:
+            raise self._ended.again()
+
+    def _on_end(self, _: object) -> None:
+        self._ending.set()
+        self._connected.set()
+        # The goodbye has this long to leave; a peer that does not read must not keep the thread.
+        if self._call is not None:
+            call_later(_FAREWELL_SECONDS, self._call.cancel)
+
+    def close(self) -> None:
+        super().close()
+        if self._keeper.is_alive() and threading.current_thread() is not self._keeper:
+            self._keeper.join(2 * _FAREWELL_SECONDS)
+
+    # -- the keeper's thread
+
+    def _keep(self) -> None:
+        give_up_at = time.monotonic() + self.settings.connect_timeout
+        backoff, attempt = _FIRST_BACKOFF, 0
+        with self._channel("control") as control, self._channel("bulk") as bulk:
+            while self._ended is None:
+                attempt += 1
+                streams = Streams(self.settings)
+                reason = ""
+                try:
+                    self._carry(control, bulk, streams, attempt, give_up_at)
+                except _Broken as broken:
+                    reason = str(broken)
+                except GradwireError as error:
+                    self.abort(error)
+                except Exception as error:
+                    log.exception("the link to %s failed", self.peer)
+                    reason = repr(error)
+                if self.detach(streams):
+                    log.info("the link to %s was cut: %s", self.peer, reason)
+                    give_up_at = time.monotonic() + self.settings.lost_after
+                    backoff = _FIRST_BACKOFF
+                if self._ended is None and time.monotonic() >= give_up_at:
+                    self.abort(self._lost(reason))
+                # Full jitter: many clients of one worker must not come back all at once.
+                left = max(give_up_at - time.monotonic(), 0.0)
+                self._ending.wait(min(random.uniform(0, backoff), left))
+                backoff = min(2 * backoff, _LAST_BACKOFF)
+
+    @contextmanager
+    def _channel(self, role: str) -> Iterator[grpc.Channel]:
+        channel = grpc.insecure_channel(self.target, options=client_options(self.settings, role))
+        try:
+            yield channel
+        finally:
+            channel.close()
+
+    def _carry(
+        self, control: grpc.Channel, bulk: grpc.Channel, streams: Streams, attempt: int, give_up_at: float
+    ) -> None:
+        """Opens the streams and reads until they end."""
+        call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
+        handshake = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
+        timer = call_later(handshake, call.cancel)
+        try:
+            self._welcome(_first_frame(call))
+        except grpc.RpcError as error:
+            raise _Broken(_explain(error, handshake)) from error
+        finally:
+            timer.cancel()
+        bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
+        bulk_reader = threading.Thread(
+            target=self._read_bulk,
+            args=(bulk_call, streams, call),
+            name=f"gradwire-bulk-{self.target}",
+            daemon=True,
+        )
+        bulk_reader.start()
+        self._call = call
+        try:
+            self.attach(streams)
+            self._connected.set()
+            self._read(call, streams)
+        except grpc.RpcError as error:
+            raise _Broken(_explain(error, handshake)) from error
+        finally:
+            bulk_call.cancel()
+            call.cancel()
+            streams.close(discard=True)
+            bulk_reader.join(_FAREWELL_SECONDS)
+
+    def _open(self, channel: grpc.Channel, role: link_pb2.Hello.Role, streams: Streams, attempt: int) -> Any:
+        outbox = streams.control if role == link_pb2.Hello.ROLE_CONTROL else streams.bulk
+        hello = link_pb2.Hello(
+            protocol=PROTOCOL,
+            node=self.local.node,
+            name=self.local.name,
+            session=self._session,
+            role=role,
+            attempt=attempt,
+            resume=self._welcomed,
+            max_message_bytes=self.settings.max_message_bytes,
+        )
+        outbox.put(frames.envelope(link_pb2.Frame(hello=hello)))
+        # Frames are bytes already: no serializers.
+        return channel.stream_stream(LINK_METHOD)(iter(outbox))
+
+    def _welcome(self, frame: link_pb2.Frame) -> None:
+        kind = frame.WhichOneof("kind")
+        if kind == "goodbye":
+            raise faults.rebuild(frame.goodbye.error)
+        if kind != "welcome":
+            raise ProtocolError(f"{self.target} answered Hello with {kind}", worker=self.target)
+        welcome = frame.welcome
+        if welcome.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"{self.target} speaks protocol {welcome.protocol}, this is {PROTOCOL}; "
+                "use the same version of gradwire at both ends",
+                worker=self.target,
+            )
+        peer = Identity(welcome.node, welcome.name, self.target)
+        if self._welcomed and (welcome.node != self.peer.node or not welcome.resumed):
+            happened = "was restarted" if welcome.node != self.peer.node else "has dropped this client's lease"
+            raise WorkerLost(
+                f"{self.peer} {happened}: what it held for this process is gone", worker=str(self.peer)
+            )
+        self.peer = peer
+        self.peer_max_message_bytes = welcome.max_message_bytes
+        self._welcomed = True
+
+    def _read(self, call: Any, streams: Streams) -> None:
+        try:
+            for data in call:
+                self.receive(data, streams)
+        except GradwireError as error:
+            self.refuse(error)
+            raise
+        if self._ended is None:
+            raise _Broken("the worker closed the stream")
+
+    def _read_bulk(self, bulk_call: Any, streams: Streams, control_call: Any) -> None:
+        try:
+            _first_frame(bulk_call)
+            self._read(bulk_call, streams)
+        except (grpc.RpcError, _Broken, GradwireError):
+            pass  # cutting the control stream, too, makes the keeper start anew
+        except Exception:
+            log.exception("reading bulk data from %s failed", self.peer)
+        finally:
+            if self._ended is None:
+                control_call.cancel()
+
+    def _lost(self, reason: str) -> GradwireError:
+        if not self._welcomed:
+            return ConnectFailed(
+                f"no gradwire worker answered at {self.target} within "
+                f"{self.settings.connect_timeout:g} s: {reason}",
+                worker=self.target,
+            )
+        return WorkerLost(
+            f"{self.peer} has been out of reach for {self.settings.lost_after:g} s: {reason}",
+            worker=str(self.peer),
+        )
+
+
+def _first_frame(call: Any) -> link_pb2.Frame:
+    try:
+        received = frames.parse(next(call))
+    except StopIteration:
+        raise _Broken("the worker closed the stream at once") from None
+    if len(received) != 1:
+        raise ProtocolError("the other end's first message is no single frame")
+    return received[0]
+
+
+def _explain(error: grpc.RpcError, handshake: float) -> str:
+    code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.CANCELLED:
+        return f"it accepts connections but did not answer for {handshake:.1f} s"
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return "a gRPC server answers there, but it is no gradwire worker"
+    return f"{code.name}: {details}"

@@ -1,0 +1,130 @@
+"""What waits to be written to a stream: small frames leave together and first, transfers take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from gradwire.errors import GradwireError
+from gradwire.transport import frames
+from gradwire.transport.base import Sendable
+
+__all__ = ["Outbox", "OutgoingTransfer"]
+
+_COALESCED_BYTES = 256 * 1024
+"""Small frames are joined into one write until it is this long."""
+
+
+class OutgoingTransfer:
+    """An attachment on its way out, cut into chunks as the stream asks for them."""
+
+    __slots__ = ("_offset", "chunk_bytes", "dropped", "id", "on_modified", "owner", "source")
+
+    def __init__(
+        self,
+        id: int,
+        source: Sendable,
+        owner: tuple[bool, int],
+        chunk_bytes: int,
+        on_modified: Callable[[OutgoingTransfer, GradwireError], None],
+    ) -> None:
+        self.id = id
+        self.source = source
+        self.owner = owner
+        """The message that it belongs to: (is it a reply, the request's id)."""
+        self.chunk_bytes = chunk_bytes
+        self.on_modified = on_modified
+        self.dropped = False
+        """Nobody wants the rest of it."""
+        self._offset = 0
+
+    def next_chunk(self) -> tuple[bytes | None, bool]:
+        """The next chunk, and whether it was the last. No chunk if the memory changed under us."""
+        view = self.source.view
+        total = len(view)
+        piece = view[self._offset : self._offset + self.chunk_bytes]
+        data = frames.chunk(self.id, self._offset, total, piece)
+        self._offset += len(piece)
+        done = self._offset >= total
+        if done:
+            # Only a transfer that was whole all along may be completed: the receiver waits for the last
+            # chunk, so withholding it keeps torn data from ever being used.
+            try:
+                self.source.check_unmodified()
+            except GradwireError as error:
+                self.on_modified(self, error)
+                return None, True
+        return data, done
+
+
+class Outbox:
+    """An iterator over the writes for one stream. Ends when it is closed and empty."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._frames: deque[bytes] = deque()
+        self._transfers: deque[OutgoingTransfer] = deque()
+        self._writing: OutgoingTransfer | None = None
+        self._closed = False
+
+    def put(self, frame: bytes) -> None:
+        with self._changed:
+            self._frames.append(frame)
+            self._changed.notify()
+
+    def put_transfer(self, transfer: OutgoingTransfer) -> None:
+        with self._changed:
+            self._transfers.append(transfer)
+            self._changed.notify()
+
+    def drop_transfers(self, owner: tuple[bool, int]) -> None:
+        """Forgets what has not been written of a message's attachments."""
+        with self._changed:
+            self._drop(lambda transfer: transfer.owner == owner)
+
+    def _drop(self, unwanted: Callable[[OutgoingTransfer], bool]) -> None:
+        self._transfers = deque(t for t in self._transfers if not unwanted(t))
+        if self._writing is not None and unwanted(self._writing):
+            self._writing.dropped = True
+
+    def close(self, *, discard: bool = False) -> None:
+        """No more will be put. `discard`: nor will what waits be written."""
+        with self._changed:
+            self._closed = True
+            if discard:
+                self._frames.clear()
+                self._drop(lambda _: True)
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        while True:
+            with self._changed:
+                # Woken by put and close; whoever ends a stream closes its outbox.
+                while not (self._frames or self._transfers or self._closed):
+                    self._changed.wait()
+                if self._frames:
+                    return self._coalesced()
+                if not self._transfers:
+                    raise StopIteration
+                transfer = self._writing = self._transfers.popleft()
+            data, done = transfer.next_chunk()
+            with self._changed:
+                self._writing = None
+                if not done and not transfer.dropped:
+                    self._transfers.append(transfer)
+            if data is not None and not transfer.dropped:
+                return data
+
+    def _coalesced(self) -> bytes:
+        first = self._frames.popleft()
+        if not self._frames:
+            return first
+        joined, size = [first], len(first)
+        while self._frames and size + len(self._frames[0]) <= _COALESCED_BYTES:
+            joined.append(self._frames.popleft())
+            size += len(joined[-1])
+        return b"".join(joined)

@@ -1,0 +1,22 @@
+"""Tensors and Python values <-> protobuf messages. No pickle: nothing that comes in can run code.
+
+An `Encoder` turns the values of one message into protobuf and lifts their tensors out into one table; a
+`Decoder` takes them back. What cannot travel raises an `Unencodable` that names the path to it.
+"""
+
+from .limits import MAX_DEPTH, Limits
+from .storages import Attachment
+from .types import TypeRegistry, default_types, register_type
+from .value_decoding import Decoder
+from .value_encoding import Encoder
+
+__all__ = [
+    "MAX_DEPTH",
+    "Attachment",
+    "Decoder",
+    "Encoder",
+    "Limits",
+    "TypeRegistry",
+    "default_types",
+    "register_type",
+]

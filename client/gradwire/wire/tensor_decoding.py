@@ -1,0 +1,366 @@
+"""TensorTable -> tensors.
+
+Two passes. The first compares every number of the message with the bytes that came, and allocates nothing.
+The second builds. Only what the indices of sparse tensors say is checked there, in memory that came.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+import torch
+
+from gradwire.errors import MalformedMessage
+from gradwire.proto.v1 import tensor_pb2
+
+from .dtypes import BY_NUMBER, CARRIERS, QUANTIZED, WireType
+from .limits import Limits
+from .memory import build, contiguous_strides, span
+
+__all__ = ["Bytes", "TensorReader"]
+
+Bytes: TypeAlias = "memoryview | numpy.ndarray[Any, numpy.dtype[numpy.uint8]]"
+
+# What torch counts with.
+_LARGEST = 2**63 - 1
+_SPARSE_LAYOUTS = {
+    tensor_pb2.LAYOUT_SPARSE_COO: torch.sparse_coo,
+    tensor_pb2.LAYOUT_SPARSE_CSR: torch.sparse_csr,
+    tensor_pb2.LAYOUT_SPARSE_CSC: torch.sparse_csc,
+    tensor_pb2.LAYOUT_SPARSE_BSR: torch.sparse_bsr,
+    tensor_pb2.LAYOUT_SPARSE_BSC: torch.sparse_bsc,
+}
+_CPU = torch.device("cpu")
+_INDEX_TYPES = (torch.int32, torch.int64)
+
+
+class _Strided(NamedTuple):
+    """A strided tensor whose numbers have been checked."""
+
+    wire_type: WireType
+    shape: list[int]
+    strides: list[int] | None
+    """None: contiguous."""
+    offset: int
+    size: int
+    """In bytes, were it compact."""
+    storage: int | None
+    """None: a meta tensor."""
+    quantization: tensor_pb2.Quantization | None
+
+
+class TensorReader:
+    """Checks one table and builds what it says.
+
+    `tensors` are in the order of the table: the sender's own first, then the components of sparse ones.
+    """
+
+    def __init__(self, table: tensor_pb2.TensorTable, attachments: Sequence[Bytes], limits: Limits) -> None:
+        self._limits = limits
+        self._contents = _check_storages(table, attachments)
+        self._memory: dict[int, torch.Tensor] = {}
+        self.tensors: list[torch.Tensor] = []
+        self.requires_grad: list[bool] = []
+        self.devices: list[str] = []
+
+        messages = table.tensors[:]
+        if len(messages) > limits.max_tensors:
+            raise MalformedMessage(f"{len(messages)} tensors came, at most {limits.max_tensors} are taken")
+        checked: list[_Strided | None] = []
+        uses = [0] * len(self._contents)
+        for index, message in enumerate(messages):
+            strided = self._check_simple(message)
+            if strided is None:
+                if message.layout > 1:
+                    _check_sparse(message, index, messages, limits)
+                else:
+                    strided = self._check_strided(message, index)
+            checked.append(strided)
+            if strided is not None and strided.storage is not None:
+                uses[strided.storage] += 1
+
+        # Components first: the sparse tensors that they make up come before them in the table.
+        built = [None if strided is None else self._build_strided(strided, uses) for strided in checked]
+        for index, message in enumerate(messages):
+            tensor = built[index]
+            if tensor is None:
+                tensor = _build_sparse(message, index, built)
+            self.tensors.append(tensor)
+            self.requires_grad.append(message.requires_grad)
+            self.devices.append(message.device or "cpu")
+
+    def memory(self, storage: int, needed: int) -> torch.Tensor:
+        """The bytes of a storage, checked to be `needed` in number; the same memory each time."""
+        if storage >= len(self._contents):
+            raise MalformedMessage(f"storage {storage} is missing, there are {len(self._contents)}")
+        if len(self._contents[storage]) != needed:
+            raise MalformedMessage(
+                f"storage {storage} has {len(self._contents[storage])} bytes where {needed} are needed"
+            )
+        return self._materialise(storage)
+
+    def _check_simple(self, message: tensor_pb2.Tensor) -> _Strided | None:
+        """The short way for a contiguous tensor that is all of its storage. None: look closer."""
+        if message.layout > 1 or message.device or message.offset or message.strides or message.components:
+            return None
+        wire_type = BY_NUMBER.get(message.dtype)
+        storage = message.storage
+        if wire_type is None or not wire_type.plain or storage >= len(self._contents):
+            return None
+        if message.HasField("quantization") or (message.requires_grad and not wire_type.differentiable):
+            return None
+        shape = message.shape[:]
+        elements = prod(shape)
+        size = elements * wire_type.itemsize
+        if (
+            size != len(self._contents[storage])
+            or elements > self._limits.max_tensor_elements
+            or (shape and (min(shape) < 1 or len(shape) > self._limits.max_dims))
+        ):
+            return None
+        return _Strided(wire_type, shape, None, 0, size, storage, None)
+
+    def _check_strided(self, message: tensor_pb2.Tensor, index: int) -> _Strided:
+        wire_type = BY_NUMBER.get(message.dtype)
+        if wire_type is None:
+            raise MalformedMessage(f"tensor {index} has dtype {message.dtype}, which is not known here")
+        if message.requires_grad and not wire_type.differentiable:
+            raise MalformedMessage(f"tensor {index} of {wire_type.dtype} cannot require grad")
+        shape = message.shape[:]
+        elements = check_shape(shape, f"tensor {index}", self._limits)
+        strides: list[int] | None = None
+        if message.strides:
+            strides = message.strides[:]
+            if len(strides) != len(shape):
+                raise MalformedMessage(
+                    f"tensor {index} has {len(shape)} dimensions and {len(strides)} strides"
+                )
+            if min(strides) < 0 or max(strides) > _LARGEST >> 1:
+                raise MalformedMessage(f"tensor {index} has strides {strides}")
+        if message.components:
+            raise MalformedMessage(f"tensor {index} is strided and has components")
+        size = elements * wire_type.itemsize
+        reach = size if strides is None or not elements else span(shape, strides) * wire_type.itemsize
+        quantization = message.quantization if message.HasField("quantization") else None
+        if (quantization is not None) != (wire_type.dtype in QUANTIZED):
+            raise MalformedMessage(f"tensor {index} of {wire_type.dtype}: quantization out of place")
+        if quantization is not None:
+            _check_quantization(quantization, shape, index)
+        if message.device == "meta":
+            if quantization is not None or reach > _LARGEST >> 1 or message.offset:
+                raise MalformedMessage(f"tensor {index} is no meta tensor that could be")
+            return _Strided(wire_type, shape, strides, 0, size, None, None)
+        storage = message.storage
+        if storage >= len(self._contents):
+            raise MalformedMessage(
+                f"tensor {index} looks at storage {storage}, there are {len(self._contents)}"
+            )
+        available = len(self._contents[storage])
+        if message.offset * wire_type.itemsize + reach > available:
+            raise MalformedMessage(
+                f"tensor {index} needs {reach} bytes from element {message.offset} on, "
+                f"storage {storage} has {available}"
+            )
+        return _Strided(wire_type, shape, strides, message.offset, size, storage, quantization)
+
+    def _build_strided(self, strided: _Strided, uses: list[int]) -> torch.Tensor:
+        wire_type, shape, strides, offset, size, storage, quantization = strided
+        if storage is None:
+            return _build_meta(wire_type, shape, strides)
+        if strides is None and uses[storage] == 1 and wire_type.plain and storage not in self._memory:
+            content = self._contents[storage]
+            if type(content) is bytes and len(content) == size:
+                # torch's own memory: aligned, and the user may resize it.
+                tensor = torch.empty(*shape or ((),), dtype=wire_type.dtype, device=_CPU)
+                ctypes.memmove(tensor.data_ptr(), content, size)
+                return tensor
+        memory = self._materialise(storage)
+        strides = contiguous_strides(shape) if strides is None else strides
+        if quantization is not None:
+            return _build_quantized(wire_type.dtype, quantization, memory, offset, shape, strides)
+        return build(wire_type.dtype, memory, offset, shape, strides)
+
+    def _materialise(self, storage: int) -> torch.Tensor:
+        """The bytes of a storage as a tensor: an attachment's own memory, or a copy of what came inline."""
+        memory = self._memory.get(storage)
+        if memory is None:
+            content = self._contents[storage]
+            memory = _copy(content) if isinstance(content, bytes) else _adopt(content)
+            self._memory[storage] = memory
+        return memory
+
+
+def check_shape(shape: list[int], what: str, limits: Limits) -> int:
+    """The number of elements. Raises where there are too many dimensions or elements, or a negative size."""
+    if len(shape) > limits.max_dims:
+        raise MalformedMessage(f"{what} has {len(shape)} dimensions, at most {limits.max_dims} are taken")
+    elements = 1
+    largest = 1
+    for size in shape:
+        if size < 0:
+            raise MalformedMessage(f"{what} has shape {shape}")
+        elements *= size
+        largest *= size or 1
+    if elements > limits.max_tensor_elements:
+        raise MalformedMessage(
+            f"{what} has {elements} elements, at most {limits.max_tensor_elements} are taken"
+        )
+    # An empty tensor of shape (0, 2**62, 2**62) has strides that torch cannot count.
+    if largest > _LARGEST >> 5:
+        raise MalformedMessage(f"{what} has shape {shape}")
+    return elements
+
+
+def _check_storages(table: tensor_pb2.TensorTable, attachments: Sequence[Bytes]) -> list[bytes | Bytes]:
+    contents: list[bytes | Bytes] = []
+    taken: set[int] = set()
+    for index, storage in enumerate(table.storages):
+        content: bytes | Bytes
+        if storage.WhichOneof("content") == "attachment":
+            if storage.attachment >= len(attachments):
+                raise MalformedMessage(
+                    f"storage {index} is in attachment {storage.attachment}, {len(attachments)} came"
+                )
+            if storage.attachment in taken:
+                raise MalformedMessage(f"attachment {storage.attachment} is used by two storages")
+            taken.add(storage.attachment)
+            content = attachments[storage.attachment]
+            if isinstance(content, memoryview):
+                if not content.contiguous:
+                    raise MalformedMessage(f"attachment {storage.attachment} is not one run of bytes")
+                content = content.cast("B")
+        else:
+            content = storage.inline
+        if len(content) != storage.size:
+            raise MalformedMessage(f"storage {index} says {storage.size} bytes, {len(content)} came")
+        contents.append(content)
+    return contents
+
+
+def _copy(content: bytes | Bytes) -> torch.Tensor:
+    memory = torch.empty(len(content), dtype=torch.uint8, device="cpu")
+    if len(content):
+        memory.numpy()[:] = numpy.frombuffer(content, dtype=numpy.uint8)
+    return memory
+
+
+def _adopt(content: Bytes) -> torch.Tensor:
+    array = numpy.frombuffer(content, dtype=numpy.uint8) if isinstance(content, memoryview) else content
+    # Memory that nobody may write to, or that lies at an odd address, does not make a tensor.
+    if not len(array) or not array.flags.writeable or not array.flags.c_contiguous or array.ctypes.data % 16:
+        return _copy(array)
+    return torch.from_numpy(array)
+
+
+def _build_meta(wire_type: WireType, shape: list[int], strides: list[int] | None) -> torch.Tensor:
+    strides = contiguous_strides(shape) if strides is None else strides
+    # Made as its carrier, because making a complex32 warns.
+    carrier = CARRIERS[wire_type.itemsize]
+    return torch.empty_strided(shape, strides, dtype=carrier, device="meta").view(wire_type.dtype)
+
+
+def _check_quantization(message: tensor_pb2.Quantization, shape: list[int], index: int) -> None:
+    if message.HasField("axis"):
+        if message.axis >= len(shape):
+            raise MalformedMessage(f"tensor {index} is quantized along axis {message.axis} of {len(shape)}")
+        expected = shape[message.axis]
+    else:
+        expected = 1
+    if len(message.scales) != expected or len(message.zero_points) != expected:
+        raise MalformedMessage(
+            f"tensor {index} has {len(message.scales)} scales and {len(message.zero_points)} zero points "
+            f"where {expected} are needed"
+        )
+
+
+def _build_quantized(
+    dtype: torch.dtype,
+    message: tensor_pb2.Quantization,
+    memory: torch.Tensor,
+    offset: int,
+    shape: list[int],
+    strides: list[int],
+) -> torch.Tensor:
+    try:
+        empty = _quantized_empty(dtype, message, shape)
+    except UserWarning:
+        # torch says once per process that quantized tensors are deprecated; a filter has made that an error.
+        empty = _quantized_empty(dtype, message, shape)
+    except RuntimeError as error:
+        raise MalformedMessage(f"torch refuses the quantization: {error}") from error
+    return empty.set_(memory.untyped_storage(), offset, shape, strides)
+
+
+def _quantized_empty(dtype: torch.dtype, message: tensor_pb2.Quantization, shape: list[int]) -> torch.Tensor:
+    integers = QUANTIZED[dtype]
+    if not message.HasField("axis"):
+        one = torch.empty(1, dtype=integers, device="cpu")
+        return torch._make_per_tensor_quantized_tensor(one, message.scales[0], message.zero_points[0])
+    thin = [size if dim == message.axis else min(size, 1) for dim, size in enumerate(shape)]
+    return torch._make_per_channel_quantized_tensor(
+        torch.empty(thin, dtype=integers, device="cpu"),
+        torch.tensor(list(message.scales), dtype=torch.float64, device="cpu"),
+        torch.tensor(list(message.zero_points), dtype=torch.int64, device="cpu"),
+        message.axis,
+    )
+
+
+def _check_sparse(
+    message: tensor_pb2.Tensor, index: int, messages: list[tensor_pb2.Tensor], limits: Limits
+) -> None:
+    layout = _SPARSE_LAYOUTS.get(message.layout)
+    if layout is None:
+        raise MalformedMessage(f"tensor {index} has layout {message.layout}, which is not known here")
+    if len(message.components) != (2 if layout is torch.sparse_coo else 3):
+        raise MalformedMessage(f"tensor {index} of {layout} has {len(message.components)} components")
+    for component in message.components:
+        if component >= len(messages):
+            raise MalformedMessage(
+                f"tensor {index} has component {component}, there are {len(messages)} tensors"
+            )
+        # Strided all, so there are no cycles either.
+        if messages[component].layout > 1 or messages[component].device == "meta":
+            raise MalformedMessage(f"tensor {index} has component {component}, which is not strided")
+    wire_type = BY_NUMBER.get(message.dtype)
+    if wire_type is None or messages[message.components[-1]].dtype != message.dtype or not wire_type.plain:
+        raise MalformedMessage(f"tensor {index} has dtype {message.dtype}, its values another or none")
+    if message.requires_grad and not wire_type.differentiable:
+        raise MalformedMessage(f"tensor {index} of {wire_type.dtype} cannot require grad")
+    if len(message.shape) > limits.max_dims:
+        raise MalformedMessage(f"tensor {index} has {len(message.shape)} dimensions")
+    elements = 1
+    for size in message.shape:
+        if size < 0:
+            raise MalformedMessage(f"tensor {index} has shape {list(message.shape)}")
+        elements *= size or 1
+    if elements > _LARGEST >> 5:
+        raise MalformedMessage(f"tensor {index} has shape {list(message.shape)}")
+
+
+def _build_sparse(message: tensor_pb2.Tensor, index: int, built: list[torch.Tensor | None]) -> torch.Tensor:
+    components = [built[component] for component in message.components]
+    *indices, values = [component for component in components if component is not None]
+    layout = _SPARSE_LAYOUTS[message.layout]
+    shape = message.shape[:]
+    if any(part.dtype not in _INDEX_TYPES or part.is_quantized for part in indices):
+        raise MalformedMessage(f"tensor {index} has indices that are no integers")
+    aten = torch.ops.aten
+    # Checked apart from building: the check_invariants argument of the constructors switches a setting of the
+    # whole process while they run, which other threads would see.
+    try:
+        if layout is torch.sparse_coo:
+            torch._validate_sparse_coo_tensor_args(indices[0], values, shape, message.coalesced)
+            return aten._sparse_coo_tensor_unsafe.default(  # type: ignore[no-any-return]
+                indices[0], values, shape, dtype=values.dtype, layout=layout, is_coalesced=message.coalesced
+            )
+        torch._validate_sparse_compressed_tensor_args(indices[0], indices[1], values, shape, layout)
+        return aten._sparse_compressed_tensor_unsafe.default(  # type: ignore[no-any-return]
+            indices[0], indices[1], values, shape, dtype=values.dtype, layout=layout
+        )
+    except (RuntimeError, IndexError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise MalformedMessage(f"tensor {index} is no valid {layout} tensor: {reason}") from error

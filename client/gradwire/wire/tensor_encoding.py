@@ -1,0 +1,199 @@
+"""Tensors -> TensorTable."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from gradwire.proto.v1 import tensor_pb2
+
+from .dtypes import NUMBERS, QUANTIZED
+from .memory import contiguous_strides, flip_signs, span
+from .storages import Attachment, Region, StorageWriter
+
+__all__ = ["TensorWriter"]
+
+_STRIDED = torch.strided
+_COMPONENTS = {
+    torch.sparse_coo: (tensor_pb2.LAYOUT_SPARSE_COO, ("_indices", "_values")),
+    torch.sparse_csr: (tensor_pb2.LAYOUT_SPARSE_CSR, ("crow_indices", "col_indices", "values")),
+    torch.sparse_csc: (tensor_pb2.LAYOUT_SPARSE_CSC, ("ccol_indices", "row_indices", "values")),
+    torch.sparse_bsr: (tensor_pb2.LAYOUT_SPARSE_BSR, ("crow_indices", "col_indices", "values")),
+    torch.sparse_bsc: (tensor_pb2.LAYOUT_SPARSE_BSC, ("ccol_indices", "row_indices", "values")),
+}
+_QUANTIZATION_SCHEMES = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+_CHANNEL_SCHEMES = (torch.per_channel_affine, torch.per_channel_symmetric)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, on the CPU and has nothing unusual about it."""
+    if not (
+        (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+        and tensor.dtype in NUMBERS
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_neg() or tensor.is_conj())
+    ):
+        return False
+    try:
+        # Raises where there is none, as for tensors inside torch.func.
+        storage = tensor.untyped_storage()
+        return tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= storage.nbytes()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot travel; None where it can."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return f"a tensor of type {type(tensor).__qualname__} cannot travel; send a plain torch.Tensor"
+    if tensor.is_nested:
+        return "a nested tensor cannot travel; send tensor.unbind() instead"
+    if tensor.dtype not in NUMBERS:
+        return f"a tensor of dtype {tensor.dtype} cannot travel"
+    if tensor.layout is not _STRIDED:
+        if tensor.layout not in _COMPONENTS:
+            return f"a tensor of layout {tensor.layout} cannot travel; send tensor.to_dense() instead"
+        if tensor.is_meta:
+            return "a sparse meta tensor cannot travel"
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor inside torch.func (vmap, grad, ...) has no memory of its own and cannot travel"
+    if tensor.is_quantized:
+        return _why_not_quantized(tensor)
+    if not tensor.is_meta and tensor.numel() and not tensor._is_zerotensor():
+        needed = span(tensor.shape, tensor.stride()) + tensor.storage_offset()
+        if needed * tensor.element_size() > tensor.untyped_storage().nbytes():
+            return "the tensor's storage was resized and no longer holds its elements"
+    return None
+
+
+def _why_not_quantized(tensor: torch.Tensor) -> str | None:
+    if tensor.is_meta:
+        return "a quantized meta tensor cannot travel"
+    try:
+        scheme = tensor.qscheme()
+    except RuntimeError:
+        return "a quantized tensor without scale and zero point cannot travel"
+    if scheme in _QUANTIZATION_SCHEMES or scheme in _CHANNEL_SCHEMES:
+        return None
+    return f"a tensor quantized with {scheme} cannot travel"
+
+
+class TensorWriter:
+    """Collects the tensors of one message; `finish` writes them all, once it is known which share memory."""
+
+    def __init__(self, attach_from: int | None) -> None:
+        self.table = tensor_pb2.TensorTable()
+        self.storages = StorageWriter(self.table, attach_from)
+        self.tensors: list[torch.Tensor] = []
+        # By identity: the list keeps every tensor alive, so that no id comes twice.
+        self._indices: dict[int, int] = {}
+        self._simple = True
+        self._finished = False
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The tensor's index in the table. Raises TypeError, with the reason, where it cannot travel."""
+        index = self._indices.get(id(tensor))
+        if index is not None:
+            return index
+        if not _is_simple(tensor):
+            self._simple = False
+            reason = _why_not(tensor)
+            if reason is not None:
+                raise TypeError(reason)
+        index = self._indices[id(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        return index
+
+    def finish(self) -> tuple[tensor_pb2.TensorTable, list[Attachment]]:
+        """The table and the bytes that travel beside it."""
+        if self._finished:
+            raise RuntimeError("finish() was called before; an encoder is for one message")
+        self._finished = True
+        is_one = self._simple and len(self.tensors) == 1
+        if self.tensors and not (is_one and self._write_one(self.tensors[0])):
+            self._write_all()
+        return self.table, self.storages.attachments
+
+    def _write_one(self, tensor: torch.Tensor) -> bool:
+        """The short way for one small contiguous tensor, which shares memory with nothing else."""
+        shape = tensor.shape
+        # Dimensions of size 0 and 1 may have any stride and count as contiguous all the same.
+        if 1 in shape or 0 in shape:
+            return False
+        size = tensor.nbytes
+        if self.storages.is_attached(size):
+            return False
+        message = self.table.tensors.add()
+        message.dtype = NUMBERS[tensor.dtype]
+        message.shape.extend(shape)
+        if tensor.requires_grad:
+            message.requires_grad = True
+        message.storage = self.storages.inline(ctypes.string_at(tensor.data_ptr(), size))
+        return True
+
+    def _write_all(self) -> None:
+        regions: list[Region] = []
+        sparse: list[tuple[tensor_pb2.Tensor, torch.Tensor]] = []
+        for tensor in self.tensors:
+            message = self._describe(tensor)
+            if tensor.layout is _STRIDED:
+                self._write_strided(message, tensor, regions)
+            else:
+                sparse.append((message, tensor))
+        count = len(self.tensors)
+        # Components come after all of the user's tensors: those have the same index here and in the table.
+        for message, tensor in sparse:
+            message.layout, accessors = _COMPONENTS[tensor.layout]
+            if tensor.layout is torch.sparse_coo:
+                message.coalesced = tensor.is_coalesced()
+            detached = tensor.detach()
+            for accessor in accessors:
+                component = getattr(detached, accessor)()
+                self._write_strided(self._describe(component), component, regions)
+                message.components.append(count)
+                count += 1
+        self.storages.place(regions)
+
+    def _describe(self, tensor: torch.Tensor) -> tensor_pb2.Tensor:
+        message = self.table.tensors.add()
+        message.dtype = NUMBERS[tensor.dtype]
+        message.shape.extend(tensor.shape)
+        if not tensor.is_cpu:
+            message.device = str(tensor.device)
+        if tensor.requires_grad:
+            message.requires_grad = True
+        return message
+
+    def _write_strided(self, message: tensor_pb2.Tensor, tensor: torch.Tensor, regions: list[Region]) -> None:
+        if tensor.is_meta:
+            if list(tensor.stride()) != contiguous_strides(tensor.shape):
+                message.strides.extend(tensor.stride())
+            return
+        if tensor.dtype in QUANTIZED:
+            _write_quantization(message.quantization, tensor)
+        if tensor.numel() == 0:
+            if list(tensor.stride()) != contiguous_strides(tensor.shape):
+                message.strides.extend(tensor.stride())
+            message.storage = self.storages.inline(b"")
+            return
+        if tensor._is_zerotensor():
+            tensor = tensor.detach().clone()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = flip_signs(tensor.detach())
+        regions.append(Region(message, tensor))
+
+
+def _write_quantization(message: tensor_pb2.Quantization, tensor: torch.Tensor) -> None:
+    if tensor.qscheme() in _QUANTIZATION_SCHEMES:
+        message.scales.append(tensor.q_scale())
+        message.zero_points.append(tensor.q_zero_point())
+    elif tensor.qscheme() in _CHANNEL_SCHEMES:
+        message.scales.extend(tensor.q_per_channel_scales().tolist())
+        message.zero_points.extend(tensor.q_per_channel_zero_points().tolist())
+        message.axis = tensor.q_per_channel_axis()
+    else:  # pragma: no cover - why_not has refused it
+        raise TypeError(f"a tensor quantized with {tensor.qscheme()} cannot travel")

@@ -1,0 +1,54 @@
+"""Errors that keep a worker from serving.
+
+::
+
+    GradwireError
+    └── DaemonError                 exit code of the daemon
+        ├── BindFailed              3   an address cannot be listened on
+        ├── LoadFailed              4   a module or object cannot be loaded
+        ├── NothingExposed          5   there is nothing to serve
+        └── ConfigError             6   the config file cannot be used
+
+The daemon prints their message as one line and exits with their `exit_code`. Usage errors exit with 2.
+"""
+
+from __future__ import annotations
+
+from gradwire.errors import GradwireError
+
+__all__ = ["BindFailed", "ConfigError", "DaemonError", "LoadFailed", "NothingExposed"]
+
+
+class DaemonError(GradwireError):
+    """A worker cannot serve."""
+
+    exit_code: int = 1
+    """What the daemon exits with."""
+
+
+class BindFailed(DaemonError):
+    """An address cannot be listened on: it is in use, not this machine's, or not permitted."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, address: str = "") -> None:
+        super().__init__(message)
+        self.address = address
+
+
+class LoadFailed(DaemonError):
+    """A module raised while it was imported, does not exist, or lacks the object asked for."""
+
+    exit_code = 4
+
+
+class NothingExposed(DaemonError):
+    """What was given to serve exposes nothing."""
+
+    exit_code = 5
+
+
+class ConfigError(DaemonError):
+    """The config file does not exist, is no TOML, or has a key or value that means nothing."""
+
+    exit_code = 6

@@ -1,0 +1,226 @@
+"""What a worker serves: only what was exposed, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+from gradwire.errors import UnknownFunction, WrongArguments
+from gradwire.proto.v1 import describe_pb2
+from gradwire.wire import TypeRegistry
+
+from gradwire_server.errors import NothingExposed
+
+__all__ = ["Registry", "Served", "expose", "exposed_in"]
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Exposed:
+    value: object
+    name: str
+    module: str
+    """The module that exposed it, which is not always the one that defines it."""
+
+
+_exposed: dict[int, _Exposed] = {}
+"""By identity: instances need not be hashable, and a subclass of an exposed class is not exposed itself."""
+
+
+@overload
+def expose(value: T, /, *, name: str | None = None) -> T: ...
+@overload
+def expose(*, name: str | None = None) -> Callable[[T], T]: ...
+def expose(value: Any = None, /, *, name: str | None = None) -> Any:
+    """Lets others call a function or class, or pass a dataclass or enum, by name.
+
+    >>> import gradwire_server as gws
+    >>> @gws.expose
+    ... def double(x):
+    ...     return 2 * x
+    >>> @gws.expose(name="half")
+    ... def _half(x):
+    ...     return x / 2
+
+    An object that is neither function nor class needs a `name`: ``gws.expose(encoder, name="encoder")``.
+    """
+    module = sys._getframe(1).f_globals.get("__name__", "")
+    if value is None:
+        return lambda decorated: _expose(decorated, name, module)
+    return _expose(value, name, module)
+
+
+def _expose(value: T, name: str | None, module: str) -> T:
+    name = name or getattr(value, "__name__", None)
+    if name is None:
+        raise TypeError(f"an object of type {type(value).__name__} is exposed by a name: expose(obj, name=...)")
+    if not all(part.isidentifier() for part in name.split(".")) or name.startswith("_"):
+        raise ValueError(f"{name!r} cannot be exposed: a name is made of letters, digits, _ and dots")
+    _exposed[id(value)] = _Exposed(value, name, module)
+    return value
+
+
+def exposed_in(module: ModuleType) -> list[tuple[str, object]]:
+    """What a module exposes, and what it imported that was exposed elsewhere."""
+    found = {
+        id(entry.value): entry
+        for entry in _exposed.values()
+        if entry.module == module.__name__
+    }
+    for value in vars(module).values():
+        entry = _exposed.get(id(value))
+        if entry is not None and entry.value is value:
+            found.setdefault(id(value), entry)
+    return sorted((entry.name, entry.value) for entry in found.values())
+
+
+class Served:
+    """One thing that can be called."""
+
+    def __init__(self, name: str, value: Callable[..., object]) -> None:
+        self.name = name
+        self.value = value
+        self.signature = _signature(value)
+
+    def bind(self, args: Iterable[object], kwargs: dict[str, object]) -> None:
+        """Raises WrongArguments if the arguments do not fit."""
+        if self.signature is None:
+            return
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise WrongArguments(
+                f"{self.name}: {error}; its signature is {self.name}{self.signature}"
+            ) from None
+
+    def describe(self) -> describe_pb2.Function:
+        is_class = inspect.isclass(self.value)
+        is_function = inspect.isroutine(self.value)
+        described = _describe_callable(self.name, self.value, self.signature)
+        if is_class:
+            described.kind = describe_pb2.Function.KIND_CLASS
+        elif is_function:
+            described.kind = describe_pb2.Function.KIND_FUNCTION
+        else:
+            described.kind = describe_pb2.Function.KIND_INSTANCE
+        return described
+
+
+class Registry:
+    """The functions and types of one worker."""
+
+    def __init__(self, served: Iterable[object] = ()) -> None:
+        self._served: dict[str, Served] = {}
+        self.types = TypeRegistry(open=False)
+        self._type_names: list[tuple[str, type]] = []
+        for value in served:
+            if isinstance(value, ModuleType):
+                entries = exposed_in(value)
+                if not entries:
+                    raise NothingExposed(
+                        f"module {value.__name__} exposes nothing; decorate what it should serve with "
+                        "@gradwire_server.expose"
+                    )
+            else:
+                entry = _exposed.get(id(value))
+                name = entry.name if entry else getattr(value, "__name__", type(value).__name__)
+                entries = [(name, value)]
+            for name, one in entries:
+                self.add(name, one)
+
+    def add(self, name: str, value: object) -> None:
+        """Serves something under a name. A second thing of the same name is an error."""
+        if isinstance(value, type) and (
+            dataclasses.is_dataclass(value)
+            or issubclass(value, enum.Enum)
+            or (issubclass(value, tuple) and hasattr(value, "_fields"))
+        ):
+            self.types.register(value, name)
+            self._type_names.append((name, value))
+            return
+        if not callable(value):
+            raise TypeError(f"{name} is a {type(value).__name__}, which cannot be called and so not be served")
+        known = self._served.get(name)
+        if known is not None and known.value is not value:
+            raise ValueError(f"two different things are exposed as {name!r}; give one another name=")
+        self._served[name] = Served(name, value)
+
+    def find(self, name: str, worker: str) -> Served:
+        try:
+            return self._served[name]
+        except KeyError:
+            pass
+        suggestions = difflib.get_close_matches(name, self._served, n=3)
+        hint = (
+            f"did you mean {' or '.join(suggestions)}?"
+            if suggestions
+            else f"it serves: {', '.join(self.names) or 'nothing'}"
+        )
+        error = UnknownFunction(f"{worker} serves no function {name!r}; {hint}", worker=worker)
+        error.suggestions = tuple(suggestions)
+        raise error
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._served))
+
+    def describe(self) -> list[describe_pb2.Function]:
+        return [self._served[name].describe() for name in self.names]
+
+    def describe_types(self) -> list[describe_pb2.ExposedType]:
+        return [
+            describe_pb2.ExposedType(name=name, members=_members(type_), is_enum=issubclass(type_, enum.Enum))
+            for name, type_ in self._type_names
+        ]
+
+
+def _members(type_: type) -> list[str]:
+    if issubclass(type_, enum.Enum):
+        return list(type_.__members__)
+    if dataclasses.is_dataclass(type_):
+        return [field.name for field in dataclasses.fields(type_)]
+    return list(type_._fields)  # type: ignore[attr-defined]
+
+
+def _signature(value: Callable[..., object]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(value)
+    except (ValueError, TypeError):
+        return None  # a builtin that does not tell
+
+
+def _describe_callable(
+    name: str, value: object, signature: inspect.Signature | None
+) -> describe_pb2.Function:
+    described = describe_pb2.Function(name=name, doc=inspect.getdoc(value) or "")
+    if signature is None:
+        return described
+    described.returns = _text(signature.return_annotation)
+    for parameter in signature.parameters.values():
+        described.parameters.append(
+            describe_pb2.Parameter(
+                name=parameter.name,
+                kind=parameter.kind.value + 1,  # type: ignore[arg-type] # our kinds are inspect's, after 0
+                annotation=_text(parameter.annotation),
+                default=None if parameter.default is inspect.Parameter.empty else _repr(parameter.default),
+            )
+        )
+    return described
+
+
+def _text(annotation: object) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _repr(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"<{type(value).__name__}>"

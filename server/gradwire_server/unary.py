@@ -1,0 +1,130 @@
+"""The unary methods: the same questions as over a Link, for any client with a generated stub."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+from gradwire.errors import GradwireError, ResourceExhausted
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import Exchange, Handler, Received, Sendable, faults
+
+__all__ = ["ERROR_METADATA", "UnaryExchange", "unary_handler"]
+
+ERROR_METADATA = "gradwire-error-bin"
+"""Trailing metadata with the whole gradwire.v1.Error, for clients that want more than status and text."""
+
+Code = link_pb2.Error
+
+_STATUS: dict[int, grpc.StatusCode] = {
+    Code.CODE_RAISED: grpc.StatusCode.UNKNOWN,
+    Code.CODE_UNKNOWN_FUNCTION: grpc.StatusCode.NOT_FOUND,
+    Code.CODE_WRONG_ARGUMENTS: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.CODE_MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.CODE_UNENCODABLE: grpc.StatusCode.FAILED_PRECONDITION,
+    Code.CODE_CANCELLED: grpc.StatusCode.CANCELLED,
+    Code.CODE_DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Code.CODE_RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.CODE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Code.CODE_WORKER_LOST: grpc.StatusCode.ABORTED,
+    Code.CODE_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Code.CODE_PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    Code.CODE_INTERNAL: grpc.StatusCode.INTERNAL,
+    Code.CODE_PROTOCOL: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+class UnaryExchange(Exchange):
+    """A question that came as a unary call. There is no way back to the asker."""
+
+    link = None
+
+    def __init__(self, method: int, body: bytes, context: grpc.ServicerContext) -> None:
+        self.method = method
+        self.request = Received(body)
+        left = context.time_remaining()
+        # gRPC reports "no deadline" as a time centuries away.
+        self.deadline = time.monotonic() + left if left is not None and left < 1e9 else None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._cancelled = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._outcome: bytes | link_pb2.Error | None = None
+        if not context.add_callback(self._on_rpc_end):
+            self._on_rpc_end()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def when_cancelled(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._cancelled:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
+        if attachments:
+            raise AssertionError("a unary reply carries its tensors inline")
+        self._answer(body)
+
+    def fail(self, error: link_pb2.Error) -> None:
+        self._answer(error)
+
+    def _answer(self, outcome: bytes | link_pb2.Error) -> None:
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = outcome
+        self._done.set()
+
+    def wait(self) -> bytes | link_pb2.Error | None:
+        """The answer; None if the asker went away first."""
+        # Ends with an answer or with the RPC, whose end gRPC reports.
+        self._done.wait()
+        return self._outcome
+
+    def _on_rpc_end(self) -> None:
+        with self._lock:
+            if self._outcome is not None:
+                return
+            self._cancelled = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        self._done.set()
+
+
+def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> grpc.RpcMethodHandler:
+    """A gRPC method that asks `handle`. Bodies are bytes: they are parsed where errors become answers."""
+
+    def too_large(what: str, size: int) -> link_pb2.Error:
+        error: GradwireError = ResourceExhausted(
+            f"a {what} of {size} bytes exceeds the limit of {max_bytes} bytes for a unary call; "
+            "use the Link method, which carries tensors of any size in chunks",
+            worker=name,
+        )
+        return faults.describe(error, name)
+
+    def serve(body: bytes, context: grpc.ServicerContext) -> bytes:
+        outcome: bytes | link_pb2.Error | None
+        if len(body) > max_bytes:
+            outcome = too_large("request", len(body))
+        else:
+            exchange = UnaryExchange(method, body, context)
+            handle(exchange)
+            outcome = exchange.wait()
+            if isinstance(outcome, bytes) and len(outcome) > max_bytes:
+                outcome = too_large("reply", len(outcome))
+        if outcome is None:
+            return b""  # nobody reads it
+        if isinstance(outcome, bytes):
+            return outcome
+        context.set_trailing_metadata(((ERROR_METADATA, outcome.SerializeToString()),))
+        text = f"{outcome.types[0]}: {outcome.message}" if outcome.types else outcome.message
+        context.abort(_STATUS.get(outcome.code, grpc.StatusCode.INTERNAL), text)
+        raise AssertionError("abort raises")
+
+    return grpc.unary_unary_rpc_method_handler(serve)

@@ -1,0 +1,216 @@
+"""A worker: listens, and serves what was exposed. The daemon runs one; so can any program."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import grpc
+from gradwire import wire
+from gradwire._node import Node
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import LinkSettings
+from gradwire.transport.channels import SERVICE, server_options
+from grpc_health.v1 import health as health_module
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection as reflection_module
+
+from gradwire_server.errors import BindFailed, NothingExposed
+from gradwire_server.execution import Slots
+from gradwire_server.links import Hub
+from gradwire_server.registry import Registry
+from gradwire_server.servicer import Servicer
+from gradwire_server.unary import unary_handler
+
+__all__ = ["Worker"]
+
+log = logging.getLogger("gradwire.server")
+
+_MAX_STREAM_THREADS = 10_000
+"""Each open stream holds a thread of gRPC's pool for as long as it is open."""
+_FAREWELL_SECONDS = 1.0
+
+_UNARY_METHODS = {
+    "ForwardWithAutograd": link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
+    "PropagateGradients": link_pb2.METHOD_PROPAGATE_GRADIENTS,
+    "CleanupContext": link_pb2.METHOD_CLEANUP_CONTEXT,
+    "Describe": link_pb2.METHOD_DESCRIBE,
+}
+
+
+class Worker:
+    """Serves functions, classes and modules to whoever connects.
+
+    >>> import gradwire as gw, gradwire_server as gws
+    >>> def double(x):
+    ...     return 2 * x
+    >>> with gws.Worker(double) as worker, gw.connect(worker.address) as handle:
+    ...     handle.double(21)
+    42
+
+    `served` are modules (everything that they expose), functions, classes and callable objects. `bind` is
+    one address or several: ``"host:port"``, port 0 for a free one, or ``"unix:path"``.
+    """
+
+    def __init__(
+        self,
+        *served: object,
+        bind: str | Sequence[str] = "127.0.0.1:0",
+        name: str | None = None,
+        threads: int = 64,
+        lease: float = LinkSettings.lease,
+        lost_after: float = LinkSettings.lost_after,
+        max_message_bytes: int = LinkSettings.max_message_bytes,
+        max_unary_bytes: int = 64 << 20,
+        grace: float = 10.0,
+        health: bool = True,
+        reflection: bool = True,
+    ) -> None:
+        if not served:
+            raise NothingExposed("there is nothing to serve: name a module, a function or a class")
+        self._binds = (bind,) if isinstance(bind, str) else tuple(bind)
+        self._grace = grace
+        self._registry = Registry(served)
+        self._settings = LinkSettings(
+            lease=lease, lost_after=lost_after, max_message_bytes=max_message_bytes
+        )
+        self._node = Node(name)
+        self._slots = Slots(self._node.pool, threads)
+        self._servicer = Servicer(self._node, self._registry, self._slots, wire.Limits())
+        self._hub = Hub(self._node.identity, self._node.handle, self._settings)
+        self._max_unary_bytes = max_unary_bytes
+        self._health = health
+        self._reflection = reflection
+        self._server: grpc.Server | None = None
+        self._health_servicer: health_module.HealthServicer | None = None
+        self.addresses: tuple[str, ...] = ()
+        """Where it listens, with real ports. Empty until it has started."""
+
+    @property
+    def name(self) -> str:
+        return self._node.identity.name
+
+    @property
+    def address(self) -> str:
+        """The first of the addresses."""
+        if not self.addresses:
+            raise RuntimeError("the worker has not been started")
+        return self.addresses[0]
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of what it serves."""
+        return self._registry.names
+
+    def start(self) -> Self:
+        """Listens. Returns when it can be reached; raises BindFailed if an address cannot be had."""
+        pool = ThreadPoolExecutor(_MAX_STREAM_THREADS, thread_name_prefix="gradwire-stream")
+        server = grpc.server(pool, options=server_options(self._settings))
+        server.add_generic_rpc_handlers((self._handlers(),))
+        if self._health:
+            self._health_servicer = health_module.HealthServicer()
+            health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, server)
+        if self._reflection:
+            names = [SERVICE, reflection_module.SERVICE_NAME]
+            if self._health:
+                names.append(health_module.SERVICE_NAME)
+            reflection_module.enable_server_reflection(names, server)
+        self.addresses = tuple(_bind(server, address) for address in self._binds)
+        self._server = server
+        server.start()
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        log.info("%s serves %s at %s", self.name, ", ".join(self.functions), ", ".join(self.addresses))
+        return self
+
+    def stop(self, grace: float | None = None) -> bool:
+        """Drains and ends: takes no new calls, lets those in flight finish for `grace` seconds.
+
+        Returns whether all of them finished.
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return True
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._servicer.draining = True
+        finished = self._slots.wait_until_idle(self._grace if grace is None else grace)
+        if not finished:
+            log.warning("%d calls did not finish in time", self._slots.unfinished)
+        self._hub.close()
+        self._node.close()
+        server.stop(_FAREWELL_SECONDS).wait(2 * _FAREWELL_SECONDS)
+        return finished
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        methods = {
+            name: unary_handler(method, self._node.handle, self.name, self._max_unary_bytes)
+            for name, method in _UNARY_METHODS.items()
+        }
+        methods["Link"] = grpc.stream_stream_rpc_method_handler(self._hub.serve)
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        if self._health_servicer is not None:
+            for service in ("", SERVICE):
+                self._health_servicer.set(service, status)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _bind(server: grpc.Server, address: str) -> str:
+    """Listens on an address; returns it with the real port."""
+    if address.startswith("unix:"):
+        _free_unix_path(address)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise BindFailed(f"cannot listen on {address}: {_why_not(address)}", address=address)
+    if address.startswith("unix:"):
+        return address
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _free_unix_path(address: str) -> None:
+    """A live server's socket is refused, which gRPC would take over silently; a dead one's is removed."""
+    path = address.removeprefix("unix:").removeprefix("//")
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise BindFailed(f"cannot listen on {address}: the file exists and is no socket", address=address)
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise BindFailed(f"cannot listen on {address}: another process serves there", address=address)
+
+
+def _why_not(address: str) -> str:
+    """gRPC only says that it failed; asking the system for the same says why."""
+    host, _, port = address.rpartition(":")
+    try:
+        if not address.startswith("unix:"):
+            family, kind, protocol, _, endpoint = socket.getaddrinfo(
+                host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(endpoint)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "gRPC refused it; an address is HOST:PORT or unix:PATH"
