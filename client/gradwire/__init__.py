@@ -7,6 +7,7 @@
 
 from gradwire import errors
 from gradwire._calls import CallFuture
+from gradwire._contexts import Context, context, current_context
 from gradwire._describe import FunctionInfo
 from gradwire._scope import cancelled, deadline, timeout
 from gradwire._version import __version__
@@ -16,6 +17,7 @@ from gradwire.wire import register_type
 
 __all__ = [
     "CallFuture",
+    "Context",
     "FunctionInfo",
     "RemoteFunction",
     "RemoteWorker",
@@ -23,6 +25,8 @@ __all__ = [
     "caller",
     "cancelled",
     "connect",
+    "context",
+    "current_context",
     "deadline",
     "errors",
     "register_type",

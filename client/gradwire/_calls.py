@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from gradwire import wire
+from gradwire._node import current_context_id, current_node
 from gradwire._scope import current_scope, time_left
-from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError, MalformedMessage
+from gradwire.autograd import Participant, capture_modes
+from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
 from gradwire.transport import Link, Pending, Received
 
@@ -75,14 +76,16 @@ def start_call(
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
     encoder = wire.Encoder()
-    request = autograd_pb2.ForwardWithAutogradRequest(function=function, target=target)
+    request = autograd_pb2.ForwardWithAutogradRequest(function=function, target=target, modes=capture_modes())
     for index, arg in enumerate(args):
         request.args.append(encoder.value(arg, f"args[{index}]"))
     for name, arg in kwargs.items():
         request.kwargs[name].CopyFrom(encoder.value(arg, name))
+    participant = current_node().participant
+    participant.send_call(request, encoder.tensors, current_context_id(), link)
     table, attachments = encoder.finish()
     request.tensors.CopyFrom(table)
-    future = CallFuture(_decode_reply)
+    future = CallFuture(partial(_decode_reply, participant, link, function))
     _cancel_with_caller(future)
     link.ask(
         link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
@@ -101,18 +104,15 @@ def _cancel_with_caller(future: Pending) -> None:
         return
     if exchange.cancelled:
         raise Cancelled("the caller of this function has cancelled it")
-    exchange.when_cancelled(future.cancel)
+    take_back = exchange.when_cancelled(future.cancel)
+    # Else a function that makes many calls would keep the results of all of them until it returns.
+    future.add_done_callback(lambda _: take_back())
 
 
-def _decode_reply(received: Received) -> object:
-    try:
-        reply = autograd_pb2.ForwardWithAutogradReply.FromString(received.body)
-    except DecodeError as error:
-        raise MalformedMessage(f"a reply that cannot be read: {error}") from error
+def _decode_reply(participant: Participant, link: Link, function: str, received: Received) -> object:
+    reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, received.body)
     decoder = wire.Decoder(reply.tensors, received.attachments)
-    for tensor, requires_grad in zip(decoder.tensors, decoder.requires_grad, strict=False):
-        if requires_grad:
-            tensor.requires_grad_()
+    participant.receive_reply(reply, decoder, link, f"the results of {function}")
     return decoder.value(reply.result, "result")
 
 

@@ -14,13 +14,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from gradwire import errors
-from gradwire._scope import current_scope
+from gradwire._scope import Scope, current_scope, deadline, entered
+from gradwire.autograd import ContextId, Participant, serve_cleanup, serve_propagate
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import Exchange, GrpcLink, Handler, Identity, Link, LinkSettings, faults
 
-__all__ = ["Node", "SharedLink", "current_node", "default_node"]
+__all__ = ["Node", "SharedLink", "current_context_id", "current_node", "default_node"]
 
 _MAX_THREADS = 10_000
 """No ceiling in earnest: a thread that waits for another call must never keep that call from running."""
@@ -33,8 +36,14 @@ class Node:
         name = name or f"{socket.gethostname()}-{os.getpid()}"
         self.identity = Identity(random.getrandbits(64), name)
         self.pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="gradwire")
-        self.methods: dict[int, Handler] = {link_pb2.METHOD_PING: lambda exchange: exchange.reply(b"")}
+        self.participant = Participant(self.identity.node, self.find_link)
+        self.methods: dict[int, Handler] = {
+            link_pb2.METHOD_PING: lambda exchange: exchange.reply(b""),
+            link_pb2.METHOD_PROPAGATE_GRADIENTS: self._serve_propagate,
+            link_pb2.METHOD_CLEANUP_CONTEXT: partial(serve_cleanup, self.participant),
+        }
         self._lock = threading.Lock()
+        self._links: dict[int, list[Link]] = {}
         self._places: dict[tuple[str, LinkSettings], SharedLink] = {}
         self._closed = False
         _nodes.add(self)
@@ -56,6 +65,58 @@ class Node:
             )
         return errors.ProtocolError(f"{self.identity.name} does not know method {method}")
 
+    def _serve_propagate(self, exchange: Exchange) -> None:
+        # A thread of its own for each, without a ceiling: runs wait for one another.
+        self.pool.submit(self.answer, exchange, partial(serve_propagate, self.participant))
+
+    def answer(
+        self,
+        exchange: Exchange,
+        work: Callable[[Exchange], None],
+        around_wait: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Does work in the scope of a question. Whatever it raises becomes the answer."""
+        scope = Scope(self, exchange, exchange.deadline, around_wait=around_wait)
+        try:
+            with entered(scope):
+                self._check_wanted(exchange)
+                work(exchange)
+        except BaseException as error:  # a served function may raise SystemExit; the node goes on
+            exchange.fail(faults.describe(error, self.identity.name))
+
+    def _check_wanted(self, exchange: Exchange) -> None:
+        name = self.identity.name
+        if exchange.cancelled:
+            raise errors.Cancelled("the call was cancelled before it started", worker=name)
+        left = deadline()
+        if left is not None and left <= 0:
+            raise errors.DeadlineExceeded(f"the time ran out before {name} could start", worker=name)
+
+    # -- links
+
+    def find_link(self, node: int) -> Link | None:
+        """A link to another node, whoever opened it."""
+        with self._lock:
+            links = self._links.get(node)
+            return links[-1] if links else None
+
+    def met(self, link: Link) -> None:
+        """A link is open. When the last one to a node ends, what was held for that node goes."""
+        with self._lock:
+            self._links.setdefault(link.peer.node, []).append(link)
+        link.when_ended(self._parted)
+
+    def _parted(self, link: Link) -> None:
+        node = link.peer.node
+        with self._lock:
+            links = self._links.get(node, [])
+            if link in links:
+                links.remove(link)
+            if links:
+                return
+            self._links.pop(node, None)
+        self.participant.forget_client(node)
+
     def place_for(self, target: str, settings: LinkSettings) -> SharedLink:
         """Where the link to a worker is, or will be."""
         with self._lock:
@@ -67,13 +128,11 @@ class Node:
             return self._places[key]
 
     def _connect(self, target: str, settings: LinkSettings) -> Link:
-        if _forked_from is not None:
-            raise errors.ForkedProcess(
-                f"process {_forked_from} used gradwire before it forked this one, and gRPC's threads did "
-                'not come along; start processes with multiprocessing\'s "spawn" method instead'
-            )
+        if self._closed:
+            raise errors.LinkClosed(f"{self.identity.name} has been shut down")
         link = GrpcLink(target, self.identity, self.handle, settings)
         link.connect()
+        self.met(link)
         return link
 
     def close(self) -> None:
@@ -96,6 +155,7 @@ class SharedLink:
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def get(self) -> Link:
+        refuse_if_forked()
         link = self._link
         if link is not None and link.ended is None:
             return link
@@ -140,9 +200,36 @@ def default_node() -> Node:
         return _default
 
 
+def reset_default_node() -> None:
+    """Ends the program's own node; the next use makes a new one."""
+    global _default
+    with _default_lock:
+        node, _default = _default, None
+    if node is not None:
+        node.close()
+
+
+def refuse_if_forked() -> None:
+    """Raises ForkedProcess in a process that was forked off one that used gradwire."""
+    if _forked_from is not None:
+        raise errors.ForkedProcess(
+            f"process {_forked_from} used gradwire before it forked this one, and gRPC's threads did "
+            'not come along; start processes with multiprocessing\'s "spawn" method instead'
+        )
+
+
 def current_node() -> Node:
     """The worker whose function runs now, else the program's own node."""
     return current_scope().node or default_node()
+
+
+def current_context_id() -> ContextId:
+    """The autograd context that calls are made in."""
+    scope = current_scope()
+    if scope.context is not None:
+        return scope.context
+    node = scope.node or default_node()
+    return ContextId(node.identity.node, 0)
 
 
 @atexit.register

@@ -5,15 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradwire._node import Node
+    from gradwire.autograd.ids import ContextId
     from gradwire.transport import Exchange
 
-__all__ = ["Scope", "cancelled", "current_scope", "deadline", "entered", "time_left", "timeout"]
+__all__ = [
+    "Scope",
+    "cancelled",
+    "current_scope",
+    "deadline",
+    "enter",
+    "entered",
+    "leave",
+    "time_left",
+    "timeout",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +35,8 @@ class Scope:
     exchange: Exchange | None = None
     deadline: float | None = None
     """On time.monotonic's clock."""
+    context: ContextId | None = None
+    """The autograd context that calls are made in; None for the node's ambient one."""
     around_wait: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the code waits for another process, so that others may compute meanwhile."""
 
@@ -35,14 +48,22 @@ def current_scope() -> Scope:
     return _scope.get()
 
 
+def enter(scope: Scope) -> Token[Scope]:
+    return _scope.set(scope)
+
+
+def leave(token: Token[Scope]) -> None:
+    _scope.reset(token)
+
+
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Runs a block in a scope."""
-    token = _scope.set(scope)
+    token = enter(scope)
     try:
         yield
     finally:
-        _scope.reset(token)
+        leave(token)
 
 
 def time_left(timeout: float | None) -> float | None:

@@ -7,11 +7,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import torch
 import typer
@@ -23,38 +22,37 @@ from gradwire_server.worker import Worker
 
 __all__ = ["app", "main"]
 
-_log = logging.getLogger("gradwire_server")
+_log = logging.getLogger("gradwire.server")
 
 _T = TypeVar("_T")
 
-_EXIT_SECONDS = 2.0
-"""What Python gets to end its threads and run exit handlers, after the grace period."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_EPILOG = """
-Every option can also be given as an environment variable, named above, or in a TOML file: the key of the same name in
-the table [bold]\\[serve][/bold], e.g. [cyan]lost-after = 5[/cyan]. An option wins over a variable, a variable over the file.
-Variables that hold several values separate them with spaces.
+_EXIT_SECONDS = 4.0
+"""What is left after the grace period to say goodbye, end threads and run exit handlers."""
 
-SIGTERM and SIGINT let calls in flight finish for --grace seconds and exit with 0; a second signal exits at once.
+_HELP = (
+    "Serve what Python modules expose.\n\n"
+    "Modules are loaded from the working directory. Of MODULE everything marked with @gradwire_server.expose "
+    "is served; MODULE:OBJECT serves just that object, marked or not."
+)
 
-[bold]Exit codes[/bold]
-
-0  stopped by a signal
-
-1  an error of gradwire itself
-
-2  wrong usage of the command line or of a variable
-
-3  an address cannot be listened on, for example a port in use
-
-4  a module cannot be imported, or lacks the object
-
-5  a module exposes nothing
-
-6  the config file cannot be used
-
-130, 143  stopped by a second SIGINT, SIGTERM
-"""
+_EPILOG = (
+    "Every option can also be given as an environment variable, GRADWIRE_LOST_AFTER for --lost-after, and in "
+    "the config file, as lost-after in the table \\[serve]. An option wins over a variable, a variable over "
+    "the file. The modules are GRADWIRE_MODULES and modules. Variables separate values with spaces.\n\n"
+    "SIGTERM and SIGINT let calls in flight finish for --grace seconds; a second signal exits at once.\n\n"
+    "[bold]Exit codes[/bold]\n"
+    "  0  stopped by a signal\n"
+    "  1  an error of gradwire itself\n"
+    "  2  wrong usage of the command line or of a variable\n"
+    "  3  an address cannot be listened on, for example a port in use\n"
+    "  4  a module cannot be imported, or lacks the object\n"
+    "  5  a module exposes nothing\n"
+    "  6  the config file cannot be used\n"
+    "130  stopped by a second SIGINT\n"
+    "143  stopped by a second SIGTERM"
+)
 
 app = typer.Typer(
     name="gradwire-server",
@@ -111,22 +109,23 @@ def _option(
         flag,
         envvar=config.environment_variable(setting),
         help=help,
-        metavar=metavar or None,
+        show_envvar=False,  # the epilog has the rule; a line for each would double the page
+        metavar=metavar,
         parser=None if check is None else _checked(check),
     )
 
 
-@app.command(epilog=_EPILOG)
+@app.command(help=_HELP, epilog=_EPILOG)
 def serve(
     modules: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODULE[:OBJECT]...",
+            metavar="MODULE[:OBJECT]",
             envvar=config.environment_variable("modules"),
             parser=_checked(config.module_spec),
-            help="Modules of which everything exposed is served, and objects to serve as they are. "
-            "The key in the config file is 'modules'.",
+            help="What to serve: whole modules, or single objects of them.",
             show_default=False,
+            show_envvar=False,
         ),
     ],
     bind: Annotated[
@@ -227,25 +226,21 @@ def serve(
             metavar="FILE",
             help="TOML file with defaults for these options.",
             show_default=False,
+            show_envvar=False,
         ),
     ] = None,
 ) -> None:
-    """Serve what Python modules expose.
-
-    Modules are loaded from the working directory. In MODULE, everything marked with @gradwire_server.expose is
-    served; MODULE:OBJECT serves just that object, marked or not.
-    """
     logs.configure(log_level, log_format)
-    # Python hands over between threads every 5 ms by default: a busy function would delay every reply by tens of
-    # milliseconds. At 0.5 ms small replies overtake it.
+    # Python hands over between threads every 5 ms by default: a busy function would delay every reply by
+    # tens of milliseconds. At 0.5 ms small replies overtake it.
     sys.setswitchinterval(0.0005)
     if torch_threads is not None:
         torch.set_num_threads(torch_threads)
 
     signals = _Signals()
     loading.use_working_directory()
-    with signals.ending_at_once():
-        served = loading.load_all(modules)
+    served = loading.load_all(modules)
+    signals.loaded()
     optional = {} if max_message_bytes is None else {"max_message_bytes": max_message_bytes}
     try:
         worker = Worker(
@@ -281,80 +276,96 @@ def serve(
     _log.info(
         "%s: finishing calls in flight, for %g s at most", received.name, grace, extra={"event": "draining"}
     )
+    _exit_in_any_case(grace + _EXIT_SECONDS)
     worker.stop(grace)
     _log.info("stopped", extra={"event": "stopped"})
-    _exit_in_any_case()
 
 
-def _exit_in_any_case() -> None:
-    """Ends the process soon, even if a call that outlived the grace period keeps Python waiting for its thread."""
+def _exit_in_any_case(seconds: float) -> None:
+    """Ends the process after that time, even if a call outlived its grace and Python waits for its thread."""
 
     def leave() -> None:
         _log.warning("a thread did not end; leaving without it", extra={"event": "abandoned"})
-        logging.shutdown()
-        os._exit(0)
+        _leave(0)
 
-    timer = threading.Timer(_EXIT_SECONDS, leave)
+    timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()
 
 
-class _EndedWhileLoading(BaseException):
-    """A signal came while modules were imported. No Exception: the modules must not catch it."""
-
-
 class _Signals:
-    """SIGTERM and SIGINT: the first asks to drain, the second ends the process."""
+    """SIGTERM and SIGINT: the first asks to drain, the second ends the process.
+
+    A thread of its own reads the numbers of the signals that arrive. Python runs handlers in the main thread
+    only, and there a signal that comes just before it blocks would wait for the next one.
+    """
 
     def __init__(self) -> None:
-        self._received: signal.Signals | None = None
+        self._first: signal.Signals | None = None
         self._arrived = threading.Event()
-        self._at_once = False
+        self._loading = True
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
         self._install()
+        # A child, of a data loader say, that is sent a signal must not write to the pipe of its parent.
+        os.register_at_fork(after_in_child=_default_signals)
+        threading.Thread(target=self._read, name="gradwire-signals", daemon=True).start()
 
     def _install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, _leave_to_the_thread)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None:
-            # Nothing of Python's or gRPC's own shutdown may get in the way: it could wait for the very call that
-            # the second signal is meant to end.
-            os._exit(128 + number)
-        self._received = signal.Signals(number)
+    def _read(self) -> None:
+        while True:
+            for number in os.read(self._reading, 64):
+                # The pipe hears of every signal that has a handler, those of the user's modules included.
+                if number in _SIGNALS:
+                    self._handle(signal.Signals(number))
+
+    def _handle(self, number: signal.Signals) -> None:
+        if self._loading:
+            # Nothing is served yet, and an import may take long: there is nothing to wait for.
+            _leave(0)
+        if self._first is not None:
+            _leave(128 + number)
+        self._first = number
         self._arrived.set()
-        if self._at_once:
-            raise _EndedWhileLoading
 
-    @contextmanager
-    def ending_at_once(self) -> Iterator[None]:
-        """Within, nothing is served yet and a signal ends the daemon without waiting."""
-        self._at_once = True
-        try:
-            yield
-        except _EndedWhileLoading:
-            raise typer.Exit(0) from None
-        finally:
-            self._at_once = False
-            # What was imported may have put its own handlers there.
-            self._install()
+    def loaded(self) -> None:
+        """From now on the first signal drains. Handlers that modules installed are replaced."""
+        self._install()
+        self._loading = False
 
     def wait(self) -> signal.Signals:
         """Blocks until the first signal."""
         self._arrived.wait()
-        assert self._received is not None
-        return self._received
+        assert self._first is not None
+        return self._first
+
+
+def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
+    """A handler must be there, or the signal would end the process."""
+
+
+def _default_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _leave(code: int) -> NoReturn:
+    # Python's and gRPC's own shutdown could wait for the very call that is to be ended.
+    logging.shutdown()
+    os._exit(code)
 
 
 def main() -> None:
     """The entry point of the command ``gradwire-server``."""
-    # gRPC's C code writes to stderr in a form of its own, which is neither one clear line nor JSON; what it has to
-    # say arrives as a Python error too. Whoever debugs gRPC sets the variable.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app(prog_name="gradwire-server")
     except DaemonError as error:
-        typer.echo(f"gradwire-server: error: {error}", err=True)
+        typer.echo(f"gradwire-server: error: {' '.join(str(error).split())}", err=True)
         sys.exit(error.exit_code)
 
 

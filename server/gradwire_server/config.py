@@ -1,11 +1,11 @@
 """The daemon's settings: what each value may be, and the TOML file that may hold them.
 
 A setting has one name everywhere. `lost-after` is the flag ``--lost-after``, the environment variable
-``GRADWIRE_LOST_AFTER`` and the key ``lost-after`` of the table ``[serve]`` in the config file. The first of these that
-is given wins; `gradwire_server.cli` puts them together.
+``GRADWIRE_LOST_AFTER`` and the key ``lost-after`` of the table ``[serve]`` in the config file. The first of
+these that is given wins; `gradwire_server.cli` puts them together.
 
-The checks here take a value in its own type or as text, and raise `ValueError` with what is wrong about it, so that
-flags, variables and the file are held to the same rules.
+The checks here take a value in its own type or as text, and raise `ValueError` with what is wrong about it,
+so that flags, variables and the file are held to the same rules.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def environment_variable(setting: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The settings in the table ``[serve]`` of a TOML file, checked, keyed with underscores as parameters are."""
+    """The settings in the table ``[serve]`` of a TOML file, checked, with _ for - as parameters are named."""
     try:
         with path.open("rb") as file:
             document = tomllib.load(file)

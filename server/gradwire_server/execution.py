@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 __all__ = ["Slots"]
+
+log = logging.getLogger("gradwire.server")
 
 Task = Callable[[], None]
 
@@ -38,7 +41,7 @@ class Slots:
                 self._queue.append(task)
                 return
             self._running += 1
-        self._pool.submit(self._run, task)
+        self._start(task)
 
     @contextmanager
     def yielded(self) -> Iterator[None]:
@@ -62,12 +65,10 @@ class Slots:
     def _run(self, task: Task) -> None:
         try:
             task()
+        except BaseException:
+            log.exception("a task failed")
         finally:
-            with self._idle:
-                self._unfinished -= 1
-                if not self._unfinished:
-                    self._idle.notify_all()
-            self._release()
+            self._finish()
 
     def _release(self) -> None:
         with self._lock:
@@ -76,4 +77,18 @@ class Slots:
                 return
             self._running += 1
             task = self._queue.popleft()
-        self._pool.submit(self._run, task)
+        self._start(task)
+
+    def _start(self, task: Task) -> None:
+        try:
+            self._pool.submit(self._run, task)
+        except RuntimeError:
+            # The pool was shut down: nobody waits for this task any more.
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._idle:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._idle.notify_all()
+        self._release()

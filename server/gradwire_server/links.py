@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
-from gradwire.errors import GradwireError, ProtocolError, WorkerLost
+
+from gradwire.errors import GradwireError, InternalError, ProtocolError, Unavailable, WorkerLost
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import (
     PROTOCOL,
@@ -29,12 +32,10 @@ log = logging.getLogger("gradwire.server.links")
 
 Hello = link_pb2.Hello
 
-_HELLO_SECONDS = 10.0
-"""A stream that says nothing for so long after it was opened is cut."""
-
 
 @dataclass(slots=True, eq=False)
 class _Session:
+    key: tuple[int, int]
     conversation: Conversation
     streams: Streams
     attempt: int
@@ -42,7 +43,10 @@ class _Session:
 
 
 class Hub:
-    """All conversations that clients opened with this worker."""
+    """All conversations that clients opened with this worker.
+
+    Its lock is taken before a conversation's, never while one is held.
+    """
 
     def __init__(self, identity: Identity, handler: Handler, settings: LinkSettings) -> None:
         self._identity = identity
@@ -50,74 +54,112 @@ class Hub:
         self._settings = settings
         self._lock = threading.Lock()
         self._sessions: dict[tuple[int, int], _Session] = {}
+        self._readers: set[threading.Thread] = set()
+        self._closed = False
 
     @property
     def conversations(self) -> list[Conversation]:
         with self._lock:
             return [session.conversation for session in self._sessions.values()]
 
+    def wait_until_delivered(self, timeout: float) -> bool:
+        """Whether all large answers have arrived at their askers in time."""
+        give_up_at = time.monotonic() + timeout
+        return all(
+            conversation.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0))
+            for conversation in self.conversations
+        )
+
     def close(self) -> None:
-        """Says goodbye to every client."""
-        for conversation in self.conversations:
-            conversation.close()
+        """Says goodbye to every client, and takes no new ones."""
+        with self._lock:
+            self._closed = True
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            if session.lease is not None:
+                session.lease.cancel()
+            session.conversation.close()
+
+    def join(self, timeout: float) -> None:
+        """Waits for the threads that read; they end with their streams."""
+        give_up_at = time.monotonic() + timeout
+        with self._lock:
+            readers = list(self._readers)
+        for reader in readers:
+            reader.join(max(give_up_at - time.monotonic(), 0.0))
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The gRPC method Link: yields what is to be written, while a thread reads."""
-        silence = call_later(_HELLO_SECONDS, context.cancel)
+        silence = call_later(self._settings.hello_timeout, context.cancel)
         try:
             hello = _read_hello(requests)
-            silence.cancel()
             session, resumed = self._join(hello, context.peer())
         except GradwireError as error:
             log.warning("refused a stream from %s: %s", context.peer(), error)
             yield frames.goodbye(faults.describe(error, self._identity.name))
             return
-        streams, conversation = session.streams, session.conversation
-        is_control = hello.role == Hello.ROLE_CONTROL
-        outbox = streams.control if is_control else streams.bulk
-        # Without it a handler that waits for something to write would outlive a client that went away.
-        if not context.add_callback(lambda: outbox.close(discard=True)):
+        except grpc.RpcError:
+            return  # it ended, or was silent for too long
+        finally:
+            silence.cancel()
+        if session is None:
+            yield self._welcome(resumed=False)
+            return
+        streams = session.streams
+        # gRPC calls back whatever way the stream ends: a handler that waits for something to write would
+        # not notice. One stream without the other is of no use; the client opens both anew.
+        if not context.add_callback(partial(self._leave, session, streams)):
             self._leave(session, streams)
             return
-        yield self._welcome(resumed)
-        if is_control:
-            conversation.attach(streams)
         reader = threading.Thread(
             target=self._read,
             args=(requests, session, streams),
-            name=f"gradwire-read-{conversation.peer.name}",
+            name=f"gradwire-read-{session.conversation.peer.name}",
             daemon=True,
         )
+        with self._lock:
+            self._readers.add(reader)
         reader.start()
-        try:
-            yield from outbox
-        finally:
-            # One stream without the other is of no use; the client opens both anew.
-            self._leave(session, streams)
+        yield self._welcome(resumed)
+        yield from streams.control if hello.role == Hello.ROLE_CONTROL else streams.bulk
 
-    def _join(self, hello: link_pb2.Hello, address: str) -> tuple[_Session, bool]:
+    def _join(self, hello: link_pb2.Hello, address: str) -> tuple[_Session | None, bool]:
+        """The session that a stream belongs to, and whether it was there before."""
         key = (hello.node, hello.session)
         with self._lock:
+            if self._closed:
+                raise Unavailable(f"{self._identity.name} is shutting down", worker=self._identity.name)
             session = self._sessions.get(key)
             if hello.role == Hello.ROLE_BULK:
                 if session is None or session.attempt != hello.attempt:
                     raise ProtocolError("a bulk stream for a conversation that is not open")
                 return session, True
+            if session is None and hello.resume:
+                return None, False  # what it had here is gone; all it needs is to hear so
             if session is not None and session.attempt >= hello.attempt:
                 raise ProtocolError("a stream of an attempt that has been superseded")
+            resumed = session is not None
             streams = Streams(self._settings)
-            if session is not None:
+            if session is None:
+                session = self._sessions[key] = self._new_session(key, hello, streams, address)
+            else:
                 if session.lease is not None:
                     session.lease.cancel()
                 session.streams, session.attempt, session.lease = streams, hello.attempt, None
-                return session, True
-            peer = Identity(hello.node, hello.name or address)
-            conversation = Conversation(self._identity, peer, self._handler, self._settings)
-            conversation.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
-            session = self._sessions[key] = _Session(conversation, streams, hello.attempt)
-        conversation.when_ended(lambda _: self._forget(key))
-        log.info("%s connected from %s", peer, address)
-        return session, False
+            # Under the lock, so that of two attempts the later one is attached last.
+            session.conversation.attach(streams)
+        if not resumed:
+            session.conversation.when_ended(lambda _: self._forget(session))
+            log.info("%s connected from %s", session.conversation.peer, address)
+        return session, resumed
+
+    def _new_session(
+        self, key: tuple[int, int], hello: link_pb2.Hello, streams: Streams, address: str
+    ) -> _Session:
+        peer = Identity(hello.node, _printable(hello.name) or address)
+        conversation = Conversation(self._identity, peer, self._handler, self._settings)
+        conversation.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
+        return _Session(key, conversation, streams, hello.attempt)
 
     def _welcome(self, resumed: bool) -> bytes:
         welcome = link_pb2.Welcome(
@@ -134,16 +176,20 @@ class Hub:
         conversation = session.conversation
         try:
             for data in requests:
-                conversation.receive(data, streams)
-        except GradwireError as error:
-            log.warning("%s broke the protocol: %s", conversation.peer, error)
-            conversation.refuse(error)
-        except Exception as error:
-            # gRPC's request iterator raises a bare Exception when the call was cut.
-            if type(error) is not Exception and not isinstance(error, grpc.RpcError):
-                log.exception("reading from %s failed", conversation.peer)
+                try:
+                    conversation.receive(data, streams)
+                except GradwireError as error:
+                    log.warning("%s broke the protocol: %s", conversation.peer, error)
+                    conversation.refuse(error)
+                except Exception as error:
+                    log.exception("a frame from %s could not be handled", conversation.peer)
+                    conversation.refuse(InternalError(f"a frame could not be handled: {error!r}"))
+        except grpc.RpcError:
+            pass  # the stream was cut
         finally:
             streams.close()
+            with self._lock:
+                self._readers.discard(threading.current_thread())
 
     def _leave(self, session: _Session, streams: Streams) -> None:
         conversation = session.conversation
@@ -151,24 +197,33 @@ class Hub:
             return
         log.info("the link of %s was cut; its lease runs for %g s", conversation.peer, self._settings.lease)
         with self._lock:
-            if session.streams is streams:
-                session.lease = call_later(self._settings.lease, lambda: self._expire(session, streams))
+            if session.streams is streams and not self._closed:
+                session.lease = call_later(self._settings.lease, partial(self._expire, session, streams))
 
     def _expire(self, session: _Session, streams: Streams) -> None:
         with self._lock:
             if session.streams is not streams:
                 return  # it came back
+            # From here on it cannot any more.
+            self._sessions.pop(session.key, None)
         peer = session.conversation.peer
         log.info("the lease of %s ran out", peer)
         session.conversation.abort(
             WorkerLost(f"{peer} was out of reach for {self._settings.lease:g} s", worker=str(peer))
         )
 
-    def _forget(self, key: tuple[int, int]) -> None:
+    def _forget(self, session: _Session) -> None:
         with self._lock:
-            session = self._sessions.pop(key, None)
-        if session is not None:
-            log.info("%s has gone", session.conversation.peer)
+            self._sessions.pop(session.key, None)
+            lease = session.lease
+        if lease is not None:
+            lease.cancel()
+        log.info("%s has gone", session.conversation.peer)
+
+
+def _printable(name: str) -> str:
+    """A name from afar that can be logged and shown."""
+    return "".join(character if character.isprintable() else "?" for character in name[:100])
 
 
 def _read_hello(requests: Iterator[bytes]) -> link_pb2.Hello:

@@ -1,7 +1,7 @@
 """Loads what the daemon is asked to serve: MODULE, or MODULE:OBJECT, from the working directory.
 
-Whatever goes wrong in the user's module becomes one `LoadFailed` whose message says which module, what was raised and
-at which line of which file: the daemon prints just that.
+Whatever goes wrong in the user's module becomes one `LoadFailed` whose message says which module, what was
+raised and at which line of which file: the daemon prints just that.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def load(spec: str) -> object:
     served = _find(module, path) if path else module
     if isinstance(served, ModuleType):
         if not exposed_in(served):
+            name = served.__name__
             raise NothingExposed(
-                f"module '{served.__name__}' exposes nothing{_file_of(served)}: decorate what it should serve with "
-                f"@gradwire_server.expose, or name an object, as in {served.__name__}:{_some_name(served)}"
+                f"module '{name}' exposes nothing{_file_of(served)}: decorate what it should serve with "
+                f"@gradwire_server.expose, or name an object, as in {name}:{_some_name(served)}"
             )
         return served
 

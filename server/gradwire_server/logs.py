@@ -1,11 +1,11 @@
 """The daemon's log: readable lines on a terminal, JSON lines anywhere else, always on stderr.
 
-A JSON line holds ``time`` (UTC), ``level``, ``logger``, ``message``, whatever the code passed as ``extra``, and
-``exception`` with the traceback where there is one. A line that other programs look for has an ``event`` too: "ready"
-once the worker serves, "draining" and "stopped" on its way out.
+A JSON line holds ``time`` (UTC), ``level``, ``logger``, ``message``, whatever the code passed as ``extra``,
+and ``exception`` with the traceback where there is one. A line that other programs look for has an ``event``
+too: "ready" once the worker serves, "draining" and "stopped" on its way out.
 
-Code that logs uses `logging` alone and knows nothing of this module; only the daemon calls `configure`, never a program
-that runs a `Worker` inside itself.
+Code that logs uses `logging` alone and knows nothing of this module; only the daemon calls `configure`,
+never a program that runs a `Worker` inside itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.logging import RichHandler
 
 __all__ = ["JsonFormatter", "configure"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("gradwire.server")
 
 # What every record has; anything else on a record was passed as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

@@ -6,14 +6,15 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
-from google.protobuf.message import DecodeError, Message
 from gradwire import __version__, wire
 from gradwire._node import Node
-from gradwire._scope import Scope, deadline, entered
-from gradwire.errors import Cancelled, DeadlineExceeded, MalformedMessage, Unavailable
+from gradwire._scope import current_scope, entered
+from gradwire.autograd import ContextId, MessageId, applied_modes, message_ids, message_protos
+from gradwire.errors import Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.transport import Exchange, faults
 
@@ -23,8 +24,6 @@ from gradwire_server.registry import Registry
 __all__ = ["Servicer"]
 
 log = logging.getLogger("gradwire.server")
-
-M = TypeVar("M", bound=Message)
 
 
 class Servicer:
@@ -51,53 +50,62 @@ class Servicer:
                 error = Unavailable(f"{self.name} is shutting down", worker=self.name)
                 exchange.fail(faults.describe(error, self.name))
             else:
-                self._slots.submit(lambda: self._answer(work, exchange))
+                self._slots.submit(lambda: self._node.answer(exchange, work, self._slots.yielded))
 
         return handle
 
-    def _answer(self, work: Callable[[Exchange], None], exchange: Exchange) -> None:
-        """Runs work in the scope of its question. Whatever it raises becomes the answer."""
-        scope = Scope(self._node, exchange, exchange.deadline, self._slots.yielded)
-        try:
-            with entered(scope):
-                self._check_wanted(exchange)
-                work(exchange)
-        except BaseException as error:  # a served function may raise SystemExit; the worker goes on
-            exchange.fail(faults.describe(error, self.name))
-
-    def _check_wanted(self, exchange: Exchange) -> None:
-        if exchange.cancelled:
-            raise Cancelled("the call was cancelled before it started", worker=self.name)
-        left = deadline()
-        if left is not None and left <= 0:
-            raise DeadlineExceeded(f"the time ran out before {self.name} could start", worker=self.name)
-
     def _forward(self, exchange: Exchange) -> None:
-        request = parse(autograd_pb2.ForwardWithAutogradRequest, exchange.request.body)
+        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, exchange.request.body)
+        participant = self._node.participant
+        participant.store.release(message_ids(request.released))
+        with ExitStack() as stack:
+            if request.HasField("modes"):
+                stack.enter_context(applied_modes(request.modes))
+            context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
+            stack.enter_context(entered(replace(current_scope(), context=context)))
+            encoder, reply = self._call(request, exchange, context)
+            table, attachments = encoder.finish()
+        reply.tensors.CopyFrom(table)
+        if exchange.link is not None:
+            released = participant.releases_to(exchange.link).take()
+            reply.released.extend(message_protos(released))
+        exchange.reply(reply.SerializeToString(), attachments)
+
+    def _call(
+        self,
+        request: autograd_pb2.ForwardWithAutogradRequest,
+        exchange: Exchange,
+        context: ContextId | None,
+    ) -> tuple[wire.Encoder, autograd_pb2.ForwardWithAutogradReply]:
+        """Runs the function. On return nothing refers to the arguments but what the function kept."""
         served = self._registry.find(request.function, self.name)
+        types = self._registry.types
         decoder = wire.Decoder(
-            request.tensors,
-            exchange.request.attachments,
-            limits=self._limits,
-            types=self._registry.types,
+            request.tensors, exchange.request.attachments, limits=self._limits, types=types
         )
-        for tensor, requires_grad in zip(decoder.tensors, decoder.requires_grad, strict=False):
-            if requires_grad:
-                tensor.requires_grad_()
+        participant = self._node.participant
+        participant.receive_call(
+            request.autograd, decoder, exchange.link, f"the arguments of {request.function}"
+        )
         args = [decoder.value(value, f"args[{index}]") for index, value in enumerate(request.args)]
         kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
         served.bind(args, kwargs)
         result = served.value(*args, **kwargs)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        encoder = wire.Encoder(types=self._registry.types)
+        encoder = wire.Encoder(types=types, attach_from=wire.ATTACH_FROM if exchange.link else None)
         reply = autograd_pb2.ForwardWithAutogradReply(result=encoder.value(result, "result"))
-        table, attachments = encoder.finish()
-        reply.tensors.CopyFrom(table)
-        exchange.reply(reply.SerializeToString(), attachments)
+        if context is not None:
+            own = request.autograd.message if request.autograd.HasField("message") else None
+            autograd = participant.send_results(
+                encoder.tensors, context, None if own is None else MessageId.parse(own), request.function
+            )
+            if autograd is not None:
+                reply.autograd.CopyFrom(autograd)
+        return encoder, reply
 
     def _describe(self, exchange: Exchange) -> None:
-        parse(describe_pb2.DescribeRequest, exchange.request.body)
+        wire.parse(describe_pb2.DescribeRequest, exchange.request.body)
         reply = describe_pb2.DescribeReply(
             name=self.name,
             node=self._node.identity.node,
@@ -109,10 +117,3 @@ class Servicer:
         )
         exchange.reply(reply.SerializeToString())
 
-
-def parse(type_: type[M], body: bytes) -> M:
-    """A request's message, or MalformedMessage."""
-    try:
-        return type_.FromString(body)
-    except DecodeError as error:
-        raise MalformedMessage(f"the body is no {type_.DESCRIPTOR.name}: {error}") from error

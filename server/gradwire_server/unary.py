@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
+
 from gradwire.errors import GradwireError, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import Exchange, Handler, Received, Sendable, faults
+from gradwire.transport import Exchange, Handler, Received, Sendable, call_each, faults
 
 __all__ = ["ERROR_METADATA", "UnaryExchange", "unary_handler"]
+
+log = logging.getLogger("gradwire.server")
 
 ERROR_METADATA = "gradwire-error-bin"
 """Trailing metadata with the whole gradwire.v1.Error, for clients that want more than status and text."""
@@ -50,7 +55,7 @@ class UnaryExchange(Exchange):
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._cancelled = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: dict[object, Callable[[], object]] = {}
         self._outcome: bytes | link_pb2.Error | None = None
         if not context.add_callback(self._on_rpc_end):
             self._on_rpc_end()
@@ -59,12 +64,18 @@ class UnaryExchange(Exchange):
     def cancelled(self) -> bool:
         return self._cancelled
 
-    def when_cancelled(self, callback: Callable[[], None]) -> None:
+    def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
+        token = object()
         with self._lock:
             if not self._cancelled:
-                self._callbacks.append(callback)
-                return
+                self._callbacks[token] = callback
+                return lambda: self._take_back(token)
         callback()
+        return lambda: None
+
+    def _take_back(self, token: object) -> None:
+        with self._lock:
+            self._callbacks.pop(token, None)
 
     def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
         if attachments:
@@ -91,13 +102,12 @@ class UnaryExchange(Exchange):
             if self._outcome is not None:
                 return
             self._cancelled = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+            callbacks, self._callbacks = self._callbacks, {}
         self._done.set()
+        call_each(callbacks.values())
 
 
-def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> grpc.RpcMethodHandler:
+def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> Any:
     """A gRPC method that asks `handle`. Bodies are bytes: they are parsed where errors become answers."""
 
     def too_large(what: str, size: int) -> link_pb2.Error:
@@ -114,7 +124,12 @@ def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> gr
             outcome = too_large("request", len(body))
         else:
             exchange = UnaryExchange(method, body, context)
-            handle(exchange)
+            try:
+                handle(exchange)
+            except Exception as error:
+                if not isinstance(error, GradwireError):
+                    log.exception("the handler of a unary call failed")
+                exchange.fail(faults.describe(error, name))
             outcome = exchange.wait()
             if isinstance(outcome, bytes) and len(outcome) > max_bytes:
                 outcome = too_large("reply", len(outcome))
@@ -122,9 +137,26 @@ def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> gr
             return b""  # nobody reads it
         if isinstance(outcome, bytes):
             return outcome
+        _shorten(outcome)
         context.set_trailing_metadata(((ERROR_METADATA, outcome.SerializeToString()),))
         text = f"{outcome.types[0]}: {outcome.message}" if outcome.types else outcome.message
         context.abort(_STATUS.get(outcome.code, grpc.StatusCode.INTERNAL), text)
         raise AssertionError("abort raises")
 
     return grpc.unary_unary_rpc_method_handler(serve)
+
+
+def _shorten(error: link_pb2.Error) -> None:
+    """Metadata over 8 KB make gRPC fail with an error about metadata instead."""
+    error.message = _cut(error.message, 1000)
+    error.traceback = _cut(error.traceback, 2000)
+    del error.types[8:], error.details[8:]
+
+
+def _cut(text: str, length: int) -> str:
+    """The end of a text, which says most in a traceback, and its beginning."""
+    if len(text.encode()) <= length:
+        return text
+    start = text.encode()[: length // 4].decode(errors="ignore")
+    end = text.encode()[-length * 3 // 4 :].decode(errors="ignore")
+    return f"{start}\n...\n{end}"

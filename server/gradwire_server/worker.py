@@ -6,21 +6,22 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
 import grpc
-from gradwire import wire
-from gradwire._node import Node
-from gradwire.proto.v1 import link_pb2
-from gradwire.transport import LinkSettings
-from gradwire.transport.channels import SERVICE, server_options
 from grpc_health.v1 import health as health_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_module
 
+from gradwire import wire
+from gradwire._node import Node, refuse_if_forked
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import LinkSettings
+from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.errors import BindFailed, NothingExposed
 from gradwire_server.execution import Slots
 from gradwire_server.links import Hub
@@ -77,9 +78,7 @@ class Worker:
         self._binds = (bind,) if isinstance(bind, str) else tuple(bind)
         self._grace = grace
         self._registry = Registry(served)
-        self._settings = LinkSettings(
-            lease=lease, lost_after=lost_after, max_message_bytes=max_message_bytes
-        )
+        self._settings = LinkSettings(lease=lease, lost_after=lost_after, max_message_bytes=max_message_bytes)
         self._node = Node(name)
         self._slots = Slots(self._node.pool, threads)
         self._servicer = Servicer(self._node, self._registry, self._slots, wire.Limits())
@@ -87,6 +86,8 @@ class Worker:
         self._max_unary_bytes = max_unary_bytes
         self._health = health
         self._reflection = reflection
+        self._streams_pool = ThreadPoolExecutor(_MAX_STREAM_THREADS, thread_name_prefix="gradwire-stream")
+        self._started = False
         self._server: grpc.Server | None = None
         self._health_servicer: health_module.HealthServicer | None = None
         self.addresses: tuple[str, ...] = ()
@@ -110,8 +111,11 @@ class Worker:
 
     def start(self) -> Self:
         """Listens. Returns when it can be reached; raises BindFailed if an address cannot be had."""
-        pool = ThreadPoolExecutor(_MAX_STREAM_THREADS, thread_name_prefix="gradwire-stream")
-        server = grpc.server(pool, options=server_options(self._settings))
+        refuse_if_forked()
+        if self._started:
+            raise RuntimeError("a worker can be started once")
+        self._started = True
+        server = grpc.server(self._streams_pool, options=server_options(self._settings))
         server.add_generic_rpc_handlers((self._handlers(),))
         if self._health:
             self._health_servicer = health_module.HealthServicer()
@@ -138,12 +142,20 @@ class Worker:
             return True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._servicer.draining = True
-        finished = self._slots.wait_until_idle(self._grace if grace is None else grace)
+        give_up_at = time.monotonic() + (self._grace if grace is None else grace)
+        finished = self._slots.wait_until_idle(max(give_up_at - time.monotonic(), 0.0))
         if not finished:
             log.warning("%d calls did not finish in time", self._slots.unfinished)
+        self._hub.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0))
+        # Says goodbye, which cancels what still runs.
         self._hub.close()
+        idle = self._slots.wait_until_idle(_FAREWELL_SECONDS)
         self._node.close()
-        server.stop(_FAREWELL_SECONDS).wait(2 * _FAREWELL_SECONDS)
+        ended = server.stop(_FAREWELL_SECONDS).wait(2 * _FAREWELL_SECONDS)
+        self._hub.join(_FAREWELL_SECONDS)
+        # Threads that are done end at once; a function that does not stop must not keep us.
+        self._streams_pool.shutdown(wait=ended)
+        self._node.pool.shutdown(wait=idle)
         return finished
 
     def _handlers(self) -> grpc.GenericRpcHandler:

@@ -6,8 +6,8 @@ Each command is a module of its own with one function. A new one is written ther
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -18,25 +18,20 @@ from gradwire.errors import GradwireError
 
 __all__ = ["app", "main"]
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
     "call": call.call,
     "ping": ping.ping,
 }
 
-_EPILOG = """
-A TARGET is the address of a worker: HOST:PORT or unix:PATH.
-
-[bold]Exit codes[/bold]
-
-0  done
-
-1  the worker could not be reached, refused the call, or the function raised
-
-2  wrong usage of the command line
-
-130  interrupted with Ctrl-C
-"""
+_EPILOG = (
+    "A TARGET is the address of a worker: HOST:PORT or unix:PATH.\n\n"
+    "[bold]Exit codes[/bold]\n"
+    "  0  done\n"
+    "  1  the worker could not be reached, refused the call, or the function raised\n"
+    "  2  wrong usage of the command line\n"
+    "130  interrupted with Ctrl-C"
+)
 
 app = typer.Typer(
     name="gradwire",
@@ -67,19 +62,17 @@ def _root(
 
 for _name, _command in _COMMANDS.items():
     # Words that look like unknown options may be arguments of a call: -1, -0.5. `call` sorts out the others.
-    app.command(_name, context_settings={"ignore_unknown_options": _name == "call"})(_command)
+    app.command(
+        _name,
+        help=common.unwrapped(_command.__doc__ or ""),
+        context_settings={"ignore_unknown_options": _name == "call"},
+    )(_command)
 
 
 def main() -> None:
     """The entry point of the command ``gradwire``."""
-    # What gRPC's C code would write to stderr arrives as a GradwireError too. Whoever debugs gRPC sets the variable.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app(prog_name="gradwire")
     except GradwireError as error:
         common.show_error(error)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

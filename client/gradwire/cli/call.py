@@ -31,14 +31,14 @@ def call(
 ) -> None:
     """Call a function of a worker and print what it returns.
 
-    An ARG is JSON or a Python literal: 3, -0.5, true, None, [1, 2], '{"a": 1}', (1, 2), 1+2j. Anything else is a plain
-    string: hello. Write '"3"' for the string 3. KEY=ARG is a keyword argument; quote a string that has an equals sign,
-    '"a=b"'.
+    An ARG is JSON or a Python literal: 3, -0.5, true, None, [1, 2], '{"a": 1}', (1, 2), 1+2j. Anything else
+    is a plain string: hello. Write '"3"' for the string 3. KEY=ARG is a keyword argument; quote a string
+    that has an equals sign, '"a=b"'.
 
     t:LIST is a tensor: t:[[1.0,2.0],[3.0,4.0]] or t:0.5; with a dtype, t:float64:[1,2].
 
-    With --json tensors come out as nested lists, tuples and sets as lists, bytes as base64, complex numbers as text,
-    and numbers that JSON lacks as "NaN", "Infinity" and "-Infinity".
+    With --json tensors come out as nested lists, tuples and sets as lists, bytes as base64, complex numbers
+    as text, and numbers that JSON lacks as "NaN", "Infinity" and "-Infinity".
     """
     try:
         args, kwargs = parse_arguments(arguments or [])

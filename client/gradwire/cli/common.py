@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from rich.text import Text
 import gradwire
 from gradwire.errors import GradwireError, RemoteError
 
-__all__ = ["ConnectTimeout", "Json", "Target", "connected", "output", "show_error", "write_json"]
+__all__ = ["ConnectTimeout", "Json", "Target", "connected", "output", "show_error", "unwrapped", "write_json"]
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The worker: HOST:PORT or unix:PATH.")]
 
@@ -37,6 +38,11 @@ def connected(target: str, connect_timeout: float) -> Iterator[gradwire.RemoteWo
         raise typer.Exit(130) from None
 
 
+def unwrapped(doc: str) -> str:
+    """A docstring with a line per paragraph: as a help text it is folded again, to the terminal's width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(doc).split("\n\n"))
+
+
 def output() -> Console:
     """Where results go. Made when needed: it looks at the terminal as it is then."""
     console = Console(highlight=False, markup=False)
@@ -46,16 +52,16 @@ def output() -> Console:
     return console
 
 
-def write_json(value: object) -> None:
+def write_json(value: object, indent: int | None = None) -> None:
     """Prints JSON as it is, on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def show_error(error: GradwireError) -> None:
     """One line on stderr; for an error raised by a served function, the traceback of the worker follows."""
     console = Console(stderr=True, highlight=False, markup=False)
-    where = f" [{error.worker}]" if error.worker and error.worker not in str(error) else ""
+    where = f" (on {error.worker})" if error.worker and error.worker not in str(error) else ""
     line = Text.assemble(("error", "bold red"), f": {error}{where}")
     # soft_wrap: the terminal folds it, so that it stays one line for whatever reads it.
     console.print(line, soft_wrap=True)

@@ -28,7 +28,8 @@ def ls(target: Target, json: Json = False, connect_timeout: ConnectTimeout = 10.
                 "torch_version": description.torch_version,
                 "devices": list(description.devices),
                 "functions": [_as_json(function) for function in functions],
-            }
+            },
+            indent=2,
         )
         return
 

@@ -18,6 +18,7 @@ from gradwire.transport.base import (
 from gradwire.transport.conversation import Conversation, Streams
 from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.in_process import InProcessLink
+from gradwire.transport.questions import call_each
 from gradwire.transport.timers import Timer, call_later
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Sendable",
     "Streams",
     "Timer",
+    "call_each",
     "call_later",
     "faults",
     "frames",

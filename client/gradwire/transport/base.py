@@ -77,6 +77,8 @@ class LinkSettings:
     """The largest message body, attachments not included, that this end takes."""
     chunk_bytes: int = 1 << 20
     """How much of an attachment goes into one frame."""
+    hello_timeout: float = 10.0
+    """How long a stream may stay silent after it was opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,15 @@ class Pending(Future[Any]):
     """Set by the link: tells the other end that nobody waits any more."""
 
     def cancel(self) -> bool:
-        if self.cancelled():
-            return True
-        if not super().cancel():
-            return False
+        with self._condition:
+            if self._state != "PENDING":
+                return self.cancelled()
+            self._state = "CANCELLED"
+            # Unlike Future's own, tells those who wait in futures.wait and as_completed, too: no executor
+            # will ever pick this future up and do so.
+            self.set_running_or_notify_cancel()
+            self._condition.notify_all()
+        self._invoke_callbacks()  # type: ignore[attr-defined]
         if self.abandon is not None:
             self.abandon()
         return True
@@ -133,8 +140,11 @@ class Exchange(ABC):
         """Whether the asker no longer wants the answer."""
 
     @abstractmethod
-    def when_cancelled(self, callback: Callable[[], None]) -> None:
-        """Calls back, once, when the asker cancels or is lost; at once if it already is so."""
+    def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Calls back, once, when the asker cancels or is lost; at once if it already is so.
+
+        What it returns takes the callback back: what is done must not be kept for the length of a call.
+        """
 
     @abstractmethod
     def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
@@ -177,7 +187,7 @@ class Link(ABC):
 
     @abstractmethod
     def abort(self, error: GradwireError) -> None:
-        """Ends now, without a word. Questions in flight fail with `error`."""
+        """Ends now, without a word: what waits is not sent. Questions in flight fail with `error`."""
 
     @property
     @abstractmethod

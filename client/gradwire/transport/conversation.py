@@ -17,20 +17,11 @@ from functools import partial
 from gradwire.errors import DeadlineExceeded, GradwireError, LinkClosed, ProtocolError, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults, frames
-from gradwire.transport.base import (
-    Buffer,
-    Exchange,
-    Handler,
-    Identity,
-    Link,
-    LinkSettings,
-    Pending,
-    Received,
-    Sendable,
-)
-from gradwire.transport.inbound import Inbound
+from gradwire.transport.base import Handler, Identity, Link, LinkSettings, Pending, Received, Sendable
+from gradwire.transport.inbound import Inbound, Whole
 from gradwire.transport.outbox import Outbox, OutgoingTransfer
-from gradwire.transport.timers import Timer, call_later
+from gradwire.transport.questions import Asked, Served, call_each
+from gradwire.transport.timers import call_later
 
 __all__ = ["Conversation", "Streams"]
 
@@ -38,6 +29,10 @@ log = logging.getLogger("gradwire.link")
 
 _MAX_UNACKNOWLEDGED = 32
 """Acknowledgements ride on the next frame, unless this many wait."""
+_LARGE_ANSWER_BYTES = 64 * 1024
+"""An answer of this size is acknowledged at once: the other end keeps it until then."""
+_FRAME_OVERHEAD_BYTES = 2 << 20
+"""What a frame may hold beside a body: ids of transfers, small frames that left with it."""
 
 
 class Streams:
@@ -47,91 +42,18 @@ class Streams:
         self.control = Outbox()
         self.bulk = Outbox() if separate_bulk else self.control
         self.inbound = Inbound(settings.max_message_bytes)
-        self.highest_request = 0
-        """Questions come in the order of their ids, so a higher one is still to come."""
 
     def close(self, *, discard: bool = False) -> None:
         self.control.close(discard=discard)
         self.bulk.close(discard=discard)
 
 
-class _Question:
-    """A question that this end asked and that is not answered yet."""
-
-    __slots__ = ("attachments", "body", "deadline", "method", "pending", "timer")
-
-    def __init__(
-        self,
-        method: int,
-        body: bytes,
-        attachments: Sequence[Sendable],
-        pending: Pending,
-        deadline: float | None,
-    ) -> None:
-        self.method = method
-        self.body = body
-        self.attachments = attachments
-        self.pending = pending
-        self.deadline = deadline
-        self.timer: Timer | None = None
-
-
-class _Served(Exchange):
-    """A question that the other end asked, kept until the answer is acknowledged."""
-
-    def __init__(
-        self, conversation: Conversation, id: int, method: int, request: Received, timeout: float
-    ) -> None:
-        self.id = id
-        self.method = method
-        self.request = request
-        self.deadline = time.monotonic() + timeout if timeout > 0 else None
-        self.link = conversation
-        self.answer: tuple[bytes | link_pb2.Error, Sequence[Sendable]] | None = None
-        self._conversation = conversation
-        self._cancelled = False
-        self._callbacks: list[Callable[[], None]] = []
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def when_cancelled(self, callback: Callable[[], None]) -> None:
-        with self._conversation._lock:
-            if not self._cancelled:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def cancel(self) -> None:
-        with self._conversation._lock:
-            self._cancelled = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
-        try:
-            self._conversation._check_size(body, attachments)
-        except ResourceExhausted as error:
-            self.fail(faults.describe(error, self._conversation.local.name))
-        else:
-            self._answer(body, attachments)
-
-    def fail(self, error: link_pb2.Error) -> None:
-        self._answer(error, ())
-
-    def _answer(self, outcome: bytes | link_pb2.Error, attachments: Sequence[Sendable]) -> None:
-        with self._conversation._lock:
-            if self.answer is None:
-                self.answer = (outcome, attachments)
-                self.request = Received(b"")  # its memory is not needed for answering again
-                self._callbacks.clear()
-                self._conversation._send_answer(self)
-
-
 class Conversation(Link):
-    """A Link over streams that come and go. Subclasses and owners bring the streams."""
+    """A Link over streams that come and go. Subclasses and owners bring the streams.
+
+    One lock guards all of it. The locks of outboxes and inbounds are taken within it, never around it;
+    nothing that belongs to others is called while it is held.
+    """
 
     def __init__(self, local: Identity, peer: Identity, handler: Handler, settings: LinkSettings) -> None:
         self.local = local
@@ -140,11 +62,12 @@ class Conversation(Link):
         self.peer_max_message_bytes = settings.max_message_bytes
         self._handler = handler
         self._lock = threading.RLock()
+        self._delivered = threading.Condition(self._lock)
         self._streams: Streams | None = None
-        self._questions: dict[int, _Question] = {}
-        self._served: dict[int, _Served] = {}
+        self._asked: dict[int, Asked] = {}
+        self._served: dict[int, Served] = {}
         self._to_acknowledge: list[int] = []
-        self._question_ids = itertools.count(1)
+        self._request_ids = itertools.count(1)
         self._transfer_ids = itertools.count(1)
         self._ended: GradwireError | None = None
         self._end_callbacks: list[Callable[[Link], None]] = []
@@ -164,17 +87,20 @@ class Conversation(Link):
             pending = Pending()
         self._check_size(body, attachments)
         deadline = None if timeout is None else time.monotonic() + timeout
-        question = _Question(method, body, attachments, pending, deadline)
+        asked = Asked(method, body, attachments, pending, deadline)
         with self._lock:
             if self._ended is not None:
                 raise self._ended.again()
-            id = next(self._question_ids)
-            self._questions[id] = question
-            pending.abandon = partial(self._abandon, id)
+            id = next(self._request_ids)
+            self._asked[id] = asked
+            pending.abandon = partial(self._withdraw, id, None)
+            if timeout is not None:
+                asked.timer = call_later(timeout, partial(self._time_out, id, timeout))
             if self._streams is not None:
-                self._send_question(self._streams, id, question)
-        if timeout is not None:
-            question.timer = call_later(timeout, partial(self._time_out, id, timeout))
+                self._send_question(self._streams, id, asked)
+        if pending.cancelled():
+            # It was cancelled before it knew whom to tell.
+            self._withdraw(id, None)
         return pending
 
     def _check_size(self, body: bytes, attachments: Sequence[Sendable]) -> None:
@@ -183,57 +109,53 @@ class Conversation(Link):
                 f"a message body of {len(body)} bytes exceeds the limit of {self.settings.max_body_bytes} "
                 "bytes; pass large data as tensors, which travel beside it in chunks"
             )
-        if attachments:
-            size = len(body) + sum(len(a.view) for a in attachments)
-            if size > self.peer_max_message_bytes:
-                raise ResourceExhausted(
-                    f"a message of {size} bytes exceeds the limit of {self.peer_max_message_bytes} bytes "
-                    f"that {self.peer} takes",
-                    worker=str(self.peer),
-                )
+        size = len(body) + sum(len(attachment.view) for attachment in attachments)
+        if size > self.peer_max_message_bytes:
+            raise ResourceExhausted(
+                f"a message of {size} bytes exceeds the limit of {self.peer_max_message_bytes} bytes "
+                f"that {self.peer} takes",
+                worker=str(self.peer),
+            )
 
     def _time_out(self, id: int, timeout: float) -> None:
-        error = DeadlineExceeded(
-            f"{self.peer} did not answer within {timeout:g} s", worker=str(self.peer)
-        )
+        error = DeadlineExceeded(f"{self.peer} did not answer within {timeout:g} s", worker=str(self.peer))
         self._withdraw(id, error)
-
-    def _abandon(self, id: int) -> None:
-        self._withdraw(id, None)
 
     def _withdraw(self, id: int, error: GradwireError | None) -> None:
         """Stops waiting for an answer, and tells the other end."""
         with self._lock:
-            question = self._questions.pop(id, None)
-            if question is None:
+            asked = self._asked.pop(id, None)
+            if asked is None:
                 return
-            if self._streams is not None:
-                if question.attachments:
+            streams = self._streams
+            if streams is not None:
+                streams.inbound.drop((True, id))
+                if asked.attachments:
                     # Behind its chunks, so that none of them comes after it.
-                    self._streams.bulk.drop_transfers((False, id))
-                    self._streams.bulk.put(frames.cancel(id))
+                    streams.bulk.drop_transfers((False, id))
+                    streams.bulk.put(frames.cancel(id))
                 else:
-                    self._streams.control.put(frames.cancel(id))
-        _stop_timer(question)
+                    streams.control.put(frames.cancel(id))
+        asked.stop_timer()
         if error is not None:
-            question.pending.settle(error)
+            asked.pending.settle(error)
 
     # -- sending; all with the lock held
 
-    def _send_question(self, streams: Streams, id: int, question: _Question) -> None:
+    def _send_question(self, streams: Streams, id: int, asked: Asked) -> None:
         left = 0.0
-        if question.deadline is not None:
-            left = max(question.deadline - time.monotonic(), 1e-3)
+        if asked.deadline is not None:
+            left = max(asked.deadline - time.monotonic(), 1e-3)
         request = link_pb2.Request(
             id=id,
-            method=question.method,  # type: ignore[arg-type]
-            body=question.body,
+            method=asked.method,  # type: ignore[arg-type]
+            body=asked.body,
             timeout_seconds=left,
-            transfers=self._send_attachments(streams, question.attachments, (False, id)),
+            transfers=self._send_attachments(streams, asked.attachments, (False, id)),
         )
         self._send(streams, link_pb2.Frame(request=request))
 
-    def _send_answer(self, served: _Served) -> None:
+    def _send_answer(self, served: Served) -> None:
         streams = self._streams
         if streams is None or served.answer is None:
             return
@@ -261,12 +183,18 @@ class Conversation(Link):
         for attachment in attachments:
             id = next(self._transfer_ids)
             streams.bulk.put_transfer(
-                OutgoingTransfer(id, attachment, owner, self.settings.chunk_bytes, self._on_modified)
+                OutgoingTransfer(id, attachment, owner, self.settings.chunk_bytes, self._on_failed_transfer)
             )
             ids.append(id)
         return ids
 
-    def _on_modified(self, transfer: OutgoingTransfer, error: GradwireError) -> None:
+    def _acknowledge(self, streams: Streams, id: int, *, at_once: bool) -> None:
+        self._to_acknowledge.append(id)
+        if at_once or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED:
+            streams.control.put(frames.acknowledge(self._to_acknowledge))
+            self._to_acknowledge.clear()
+
+    def _on_failed_transfer(self, transfer: OutgoingTransfer, error: GradwireError) -> None:
         """An attachment was written to while it was being sent: the message must not be used."""
         is_reply, id = transfer.owner
         if not is_reply:
@@ -291,8 +219,8 @@ class Conversation(Link):
             if self._streams is not None:
                 self._streams.close(discard=True)
             self._streams = streams
-            for id, question in self._questions.items():
-                self._send_question(streams, id, question)
+            for id, asked in self._asked.items():
+                self._send_question(streams, id, asked)
             for served in self._served.values():
                 self._send_answer(served)
 
@@ -303,89 +231,152 @@ class Conversation(Link):
             if self._streams is not streams:
                 return False
             self._streams = None
+            self._delivered.notify_all()
             return True
 
+    def wait_until_delivered(self, timeout: float) -> bool:
+        """Whether all large answers have arrived at the other end in time, or it is out of reach."""
+        with self._lock:
+            return self._delivered.wait_for(
+                lambda: (
+                    self._streams is None
+                    or not any(served.answer and served.answer[1] for served in self._served.values())
+                ),
+                timeout,
+            )
+
     # -- receiving
+    #
+    # Streams that were replaced may still deliver. What they bring is ignored: it was sent again, or will
+    # be, over the new ones.
 
     def receive(self, data: bytes, streams: Streams) -> None:
         """Takes what was read from a stream. Raises if it breaks the protocol."""
+        if len(data) > self.settings.max_body_bytes + _FRAME_OVERHEAD_BYTES:
+            raise ResourceExhausted(
+                f"a frame of {len(data)} bytes exceeds the limit of {self.settings.max_body_bytes} bytes"
+            )
         chunk = frames.parse_chunk(data)
         if chunk is not None:
-            streams.inbound.chunk(chunk)
+            self._on_chunk(streams, chunk)
             return
         for frame in frames.parse(data):
             kind = frame.WhichOneof("kind")
             if kind == "request":
-                request = frame.request
-                streams.highest_request = request.id
-                streams.inbound.message(
-                    (False, request.id), request.transfers, partial(self._on_request, streams, request)
-                )
+                self._on_request(streams, frame.request)
             elif kind == "reply":
-                self._on_reply_frame(streams, frame.reply)
+                self._on_reply(streams, frame.reply)
             elif kind == "chunk":
                 piece = frame.chunk
-                streams.inbound.chunk(frames.Chunk(piece.transfer, piece.offset, piece.total, piece.data))
+                self._on_chunk(streams, frames.Chunk(piece.transfer, piece.offset, piece.total, piece.data))
             elif kind == "cancel":
                 self._on_cancel(streams, frame.cancel.id)
             elif kind == "acknowledge":
-                with self._lock:
-                    for id in frame.acknowledge.ids:
-                        self._served.pop(id, None)
+                self._on_acknowledge(frame.acknowledge.ids)
             elif kind == "goodbye":
                 self._on_goodbye(frame.goodbye)
             else:
                 raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
 
-    def _on_request(
-        self, streams: Streams, request: link_pb2.Request, attachments: Sequence[Buffer]
-    ) -> None:
+    def _on_chunk(self, streams: Streams, chunk: frames.Chunk) -> None:
+        whole = streams.inbound.chunk(chunk)
+        if whole is None:
+            return
+        if isinstance(whole[0], link_pb2.Request):
+            self._handle(self._accept(streams, whole))
+        else:
+            self._settle(streams, whole)
+
+    def _on_request(self, streams: Streams, request: link_pb2.Request) -> None:
+        key = (False, request.id)
+        # Whether it is served is decided when it comes, not when its last attachment does: the
+        # acknowledgement that makes us forget it may overtake those.
         with self._lock:
-            # Streams that were replaced may still deliver; what they bring was sent again on the new ones.
-            if self._streams is not streams or request.id in self._served or self._ended is not None:
+            if self._streams is not streams:
                 return
-            served = _Served(
-                self, request.id, request.method, Received(request.body, attachments), request.timeout_seconds
-            )
-            self._served[request.id] = served
+            if request.id in self._served:
+                streams.inbound.skip(key, request.transfers)
+                return
+            whole = streams.inbound.message(key, request.transfers, request)
+            served = None if whole is None else self._accept(streams, whole)
+        self._handle(served)
+
+    def _accept(self, streams: Streams, whole: Whole) -> Served | None:
+        request, attachments = whole
+        assert isinstance(request, link_pb2.Request)
+        with self._lock:
+            if self._streams is not streams or request.id in self._served:
+                return None
+            served = self._served[request.id] = Served(self, request, attachments)
+            return served
+
+    def _handle(self, served: Served | None) -> None:
+        if served is None:
+            return
         try:
             self._handler(served)
         except Exception as error:
-            log.exception("the handler of requests from %s failed", self.peer)
+            if not isinstance(error, GradwireError):
+                log.exception("the handler of requests from %s failed", self.peer)
             served.fail(faults.describe(error, self.local.name))
 
-    def _on_reply_frame(self, streams: Streams, reply: link_pb2.Reply) -> None:
-        if reply.WhichOneof("outcome") == "error":
-            streams.inbound.drop((True, reply.id), expected=False)
-            self._on_reply(streams, reply, ())
-        else:
-            streams.inbound.message((True, reply.id), reply.transfers, partial(self._on_reply, streams, reply))
-
-    def _on_reply(self, streams: Streams, reply: link_pb2.Reply, attachments: Sequence[Buffer]) -> None:
+    def _on_reply(self, streams: Streams, reply: link_pb2.Reply) -> None:
+        key = (True, reply.id)
         with self._lock:
-            question = self._questions.pop(reply.id, None)
-            self._to_acknowledge.append(reply.id)
-            # What a large answer holds is wanted back at once; small ones wait for the next frame.
-            if attachments or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED:
-                streams.control.put(frames.acknowledge(self._to_acknowledge))
-                self._to_acknowledge.clear()
-        if question is None:
+            if self._streams is not streams:
+                return
+            if reply.WhichOneof("outcome") == "error":
+                streams.inbound.drop(key)
+                whole: Whole | None = (reply, ())
+            elif reply.id in self._asked:
+                whole = streams.inbound.message(key, reply.transfers, reply)
+            else:
+                streams.inbound.skip(key, reply.transfers)
+                whole = (reply, ())
+        if whole is not None:
+            self._settle(streams, whole)
+
+    def _settle(self, streams: Streams, whole: Whole) -> None:
+        reply, attachments = whole
+        assert isinstance(reply, link_pb2.Reply)
+        with self._lock:
+            if self._streams is not streams:
+                return
+            asked = self._asked.pop(reply.id, None)
+            large = bool(reply.transfers) or len(reply.body) >= _LARGE_ANSWER_BYTES
+            self._acknowledge(streams, reply.id, at_once=large)
+            if asked is not None and asked.attachments:
+                # After a cut, the answer may be back before the question has been sent again.
+                streams.bulk.drop_transfers((False, reply.id))
+        if asked is None:
             return
-        _stop_timer(question)
+        asked.stop_timer()
         if reply.WhichOneof("outcome") == "error":
             if not reply.error.worker:
                 reply.error.worker = str(self.peer)
-            question.pending.settle(faults.rebuild(reply.error))
+            asked.pending.settle(faults.rebuild(reply.error))
         else:
-            question.pending.settle(Received(reply.body, attachments))
+            asked.pending.settle(Received(reply.body, attachments))
 
     def _on_cancel(self, streams: Streams, id: int) -> None:
         with self._lock:
             served = self._served.get(id)
+            if served is None:
+                streams.inbound.drop((False, id))
         if served is not None:
             served.cancel()
-        else:
-            streams.inbound.drop((False, id), expected=id > streams.highest_request)
+
+    def _on_acknowledge(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            for id in ids:
+                served = self._served.get(id)
+                if served is None or served.answer is None:
+                    continue
+                del self._served[id]
+                if served.answer[1] and self._streams is not None:
+                    # Acknowledged without having been sent whole: it is not wanted any more.
+                    self._streams.bulk.drop_transfers((True, id))
+            self._delivered.notify_all()
 
     def _on_goodbye(self, goodbye: link_pb2.Goodbye) -> None:
         if goodbye.HasField("error"):
@@ -410,22 +401,21 @@ class Conversation(Link):
             if self._ended is not None:
                 return
             self._ended = error
-            questions, self._questions = self._questions, {}
-            served, self._served = self._served, {}
+            all_asked, self._asked = self._asked, {}
+            all_served, self._served = self._served, {}
             streams, self._streams = self._streams, None
             callbacks, self._end_callbacks = self._end_callbacks, []
+            self._delivered.notify_all()
         if streams is not None:
             if farewell is not None:
+                streams.bulk.drop_transfers()
                 streams.control.put(farewell)
-            streams.bulk.close(discard=True)
-            streams.control.close()
-        for question in questions.values():
-            _stop_timer(question)
-            question.pending.settle(error.again())
-        for exchange in served.values():
-            exchange.cancel()
-        for callback in callbacks:
-            callback(self)
+            streams.close(discard=farewell is None)
+        for asked in all_asked.values():
+            asked.stop_timer()
+            asked.pending.settle(error.again())
+        call_each(served.cancel for served in all_served.values())
+        call_each(partial(callback, self) for callback in callbacks)
 
     @property
     def ended(self) -> GradwireError | None:
@@ -437,8 +427,3 @@ class Conversation(Link):
                 self._end_callbacks.append(callback)
                 return
         callback(self)
-
-
-def _stop_timer(question: _Question) -> None:
-    if question.timer is not None:
-        question.timer.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback as traceback_module
+from types import TracebackType
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
@@ -34,12 +35,31 @@ _TYPES: dict[int, type[errors.GradwireError]] = {
 }
 
 
+_MAX_TEXT = 64 * 1024
+"""A message or traceback longer than this loses its middle: an error must never be too large to travel."""
+
+
 def describe(error: BaseException, worker: str) -> link_pb2.Error:
     """An exception as it travels. `worker` says where it happened, unless the error already knows."""
+    try:
+        return _describe(error, worker)
+    except Exception as second:
+        # Whoever waits for the answer must get one, however odd the exception is.
+        return link_pb2.Error(
+            code=Code.CODE_RAISED,
+            message=f"({type(second).__name__} while describing it)",
+            types=[_text(type(error).__name__), "builtins.Exception"],
+            worker=_text(worker),
+        )
+
+
+def _describe(error: BaseException, worker: str) -> link_pb2.Error:
     if isinstance(error, errors.GradwireError) and not isinstance(error, errors.RemoteError):
         for type_, code in _CODES:
             if isinstance(error, type_):
-                described = link_pb2.Error(code=code, message=str(error), worker=error.worker or worker)
+                described = link_pb2.Error(
+                    code=code, message=_text(str(error)), worker=_text(error.worker or worker)
+                )
                 if isinstance(error, errors.UnknownFunction):
                     described.details.extend(error.suggestions)
                 if isinstance(error, errors.ResourceExhausted):
@@ -52,17 +72,17 @@ def describe(error: BaseException, worker: str) -> link_pb2.Error:
         message = error.message.split(": ", 1)[1] if ": " in error.message else ""
         return link_pb2.Error(
             code=Code.CODE_RAISED,
-            message=message,
+            message=_text(message),
             types=types,
-            traceback=trace,
-            worker=error.worker or worker,
+            traceback=_text(trace),
+            worker=_text(error.worker or worker),
         )
     return link_pb2.Error(
         code=Code.CODE_RAISED,
-        message=_message(error),
+        message=_text(_message(error)),
         types=[_qualified(t) for t in type(error).__mro__ if t is not object],
-        traceback=_format(error),
-        worker=worker,
+        traceback=_text(_format(error)),
+        worker=_text(worker),
     )
 
 
@@ -81,7 +101,16 @@ def rebuild(error: link_pb2.Error) -> errors.GradwireError:
 
 
 def _qualified(type_: type) -> str:
-    return f"{type_.__module__}.{type_.__qualname__}"
+    return _text(f"{type_.__module__}.{type_.__qualname__}")
+
+
+def _text(text: str) -> str:
+    """Text that protobuf takes, and not too much of it."""
+    if len(text) > _MAX_TEXT:
+        left_out = len(text) - _MAX_TEXT
+        half = _MAX_TEXT // 2
+        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _message(error: BaseException) -> str:
@@ -105,6 +134,6 @@ def _format(error: BaseException) -> str:
             error.__notes__ = notes
 
 
-def _is_machinery(trace: traceback_module.TracebackException | object) -> bool:
-    frame = trace.tb_frame  # type: ignore[attr-defined]
-    return frame.f_globals.get("__name__", "").split(".")[0] in ("gradwire_server", "gradwire")
+def _is_machinery(trace: TracebackType) -> bool:
+    module = str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.split(".")[0] in ("gradwire_server", "gradwire")

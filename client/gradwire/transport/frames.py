@@ -72,13 +72,13 @@ def parse_chunk(data: bytes) -> Chunk | None:
             if data[at : at + 1] == tag:
                 numbers[index], at = _read_varint(data, at + 1)
         if at == len(data):
-            return Chunk(*numbers, b"")
+            return Chunk(numbers[0], numbers[1], numbers[2], b"")
         if data[at : at + 1] != _CHUNK_DATA:
             return None
         length, at = _read_varint(data, at + 1)
         if at + length != len(data):
             return None
-        return Chunk(*numbers, memoryview(data)[at:])
+        return Chunk(numbers[0], numbers[1], numbers[2], memoryview(data)[at:])
     except IndexError:
         return None
 

@@ -16,13 +16,20 @@ from typing import Any
 
 import grpc
 
-from gradwire.errors import ConnectFailed, GradwireError, ProtocolError, WorkerLost
+from gradwire.errors import (
+    ConnectFailed,
+    GradwireError,
+    InternalError,
+    ProtocolError,
+    Unavailable,
+    WorkerLost,
+)
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults, frames
 from gradwire.transport.base import Handler, Identity, LinkSettings
 from gradwire.transport.channels import LINK_METHOD, client_options
 from gradwire.transport.conversation import Conversation, Streams
-from gradwire.transport.timers import call_later
+from gradwire.transport.timers import Timer, call_later
 
 __all__ = ["PROTOCOL", "GrpcLink"]
 
@@ -48,60 +55,89 @@ class GrpcLink(Conversation):
         self.target = target
         self._session = random.getrandbits(64)
         self._welcomed = False
-        self._call: Any = None
+        self._calls: tuple[Any, ...] = ()
+        """The streams that are open or being opened."""
+        self._carried = False
+        """Whether they carry the conversation yet."""
         self._connected = threading.Event()
         self._ending = threading.Event()
+        self._farewell: Timer | None = None
         self._keeper = threading.Thread(target=self._keep, name=f"gradwire-link-{target}", daemon=True)
 
     def connect(self) -> None:
         """Returns when the other end has answered; raises ConnectFailed if it does not in time."""
         self.when_ended(self._on_end)
         self._keeper.start()
-        self._connected.wait(self.settings.connect_timeout + _HANDSHAKE_SECONDS)
+        if not self._connected.wait(self.settings.connect_timeout + _HANDSHAKE_SECONDS):
+            self.abort(self._lost("connecting got stuck"))
         if self._ended is not None:
+            self._join_keeper()
             raise self._ended.again()
+
+    def close(self) -> None:
+        super().close()
+        self._join_keeper()
+
+    def abort(self, error: GradwireError) -> None:
+        super().abort(error)
+        self._cut()
 
     def _on_end(self, _: object) -> None:
         self._ending.set()
         self._connected.set()
-        # The goodbye has this long to leave; a peer that does not read must not keep the thread.
-        if self._call is not None:
-            call_later(_FAREWELL_SECONDS, self._call.cancel)
+        if self._carried:
+            # The goodbye has this long to leave; a peer that does not read must not keep the threads.
+            self._farewell = call_later(_FAREWELL_SECONDS, self._cut)
+        else:
+            self._cut()
 
-    def close(self) -> None:
-        super().close()
+    def _cut(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    def _join_keeper(self) -> None:
         if self._keeper.is_alive() and threading.current_thread() is not self._keeper:
             self._keeper.join(2 * _FAREWELL_SECONDS)
 
     # -- the keeper's thread
 
     def _keep(self) -> None:
+        try:
+            with self._channel("control") as control, self._channel("bulk") as bulk:
+                self._keep_over(control, bulk)
+        except Exception as error:
+            log.exception("the link to %s failed", self.peer)
+            self.abort(InternalError(f"the link to {self.peer} failed: {error!r}"))
+        finally:
+            if self._farewell is not None:
+                self._farewell.cancel()
+
+    def _keep_over(self, control: grpc.Channel, bulk: grpc.Channel) -> None:
         give_up_at = time.monotonic() + self.settings.connect_timeout
         backoff, attempt = _FIRST_BACKOFF, 0
-        with self._channel("control") as control, self._channel("bulk") as bulk:
-            while self._ended is None:
-                attempt += 1
-                streams = Streams(self.settings)
-                reason = ""
-                try:
-                    self._carry(control, bulk, streams, attempt, give_up_at)
-                except _Broken as broken:
-                    reason = str(broken)
-                except GradwireError as error:
-                    self.abort(error)
-                except Exception as error:
-                    log.exception("the link to %s failed", self.peer)
-                    reason = repr(error)
-                if self.detach(streams):
-                    log.info("the link to %s was cut: %s", self.peer, reason)
-                    give_up_at = time.monotonic() + self.settings.lost_after
-                    backoff = _FIRST_BACKOFF
-                if self._ended is None and time.monotonic() >= give_up_at:
-                    self.abort(self._lost(reason))
-                # Full jitter: many clients of one worker must not come back all at once.
-                left = max(give_up_at - time.monotonic(), 0.0)
-                self._ending.wait(min(random.uniform(0, backoff), left))
-                backoff = min(2 * backoff, _LAST_BACKOFF)
+        while self._ended is None:
+            attempt += 1
+            streams = Streams(self.settings)
+            reason = ""
+            try:
+                self._carry(control, bulk, streams, attempt, give_up_at)
+            except _Broken as broken:
+                reason = str(broken)
+            except GradwireError as error:
+                self.abort(error)
+            finally:
+                self._cut()
+                streams.close(discard=True)
+            if self.detach(streams):
+                log.info("the link to %s was cut: %s", self.peer, reason)
+                give_up_at = time.monotonic() + self.settings.lost_after
+                backoff = _FIRST_BACKOFF
+            if self._ended is None and time.monotonic() >= give_up_at:
+                self.abort(self._lost(reason))
+            # Full jitter: many clients of one worker must not come back all at once.
+            left = max(give_up_at - time.monotonic(), 0.0)
+            self._ending.wait(min(random.uniform(0, backoff), left))
+            backoff = min(2 * backoff, _LAST_BACKOFF)
 
     @contextmanager
     def _channel(self, role: str) -> Iterator[grpc.Channel]:
@@ -115,35 +151,42 @@ class GrpcLink(Conversation):
         self, control: grpc.Channel, bulk: grpc.Channel, streams: Streams, attempt: int, give_up_at: float
     ) -> None:
         """Opens the streams and reads until they end."""
-        call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
         handshake = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
-        timer = call_later(handshake, call.cancel)
+        timer = call_later(handshake, self._cut)
         try:
-            self._welcome(_first_frame(call))
+            control_call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
+            self._welcome(_first_frame(control_call))
+            bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
+            if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
+                raise _Broken("the stream for bulk data was refused")
         except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._welcomed:
+                raise ConnectFailed(
+                    f"a gRPC server answers at {self.target}, but it is no gradwire worker",
+                    worker=self.target,
+                ) from error
             raise _Broken(_explain(error, handshake)) from error
         finally:
             timer.cancel()
-        bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
-        bulk_reader = threading.Thread(
+        reader = threading.Thread(
             target=self._read_bulk,
-            args=(bulk_call, streams, call),
+            args=(bulk_call, streams),
             name=f"gradwire-bulk-{self.target}",
             daemon=True,
         )
-        bulk_reader.start()
-        self._call = call
+        self.attach(streams)
+        self._carried = True
+        reader.start()
+        self._connected.set()
         try:
-            self.attach(streams)
-            self._connected.set()
-            self._read(call, streams)
+            self._read(control_call, streams)
         except grpc.RpcError as error:
             raise _Broken(_explain(error, handshake)) from error
         finally:
-            bulk_call.cancel()
-            call.cancel()
+            self._carried = False
+            self._cut()
             streams.close(discard=True)
-            bulk_reader.join(_FAREWELL_SECONDS)
+            reader.join(_FAREWELL_SECONDS)
 
     def _open(self, channel: grpc.Channel, role: link_pb2.Hello.Role, streams: Streams, attempt: int) -> Any:
         outbox = streams.control if role == link_pb2.Hello.ROLE_CONTROL else streams.bulk
@@ -159,12 +202,20 @@ class GrpcLink(Conversation):
         )
         outbox.put(frames.envelope(link_pb2.Frame(hello=hello)))
         # Frames are bytes already: no serializers.
-        return channel.stream_stream(LINK_METHOD)(iter(outbox))
+        open_stream: Any = channel.stream_stream(LINK_METHOD)
+        call = open_stream(iter(outbox))
+        self._calls = (call,) if role == link_pb2.Hello.ROLE_CONTROL else (*self._calls, call)
+        if self._ended is not None:
+            call.cancel()  # whoever ended the link could not know of this one
+        return call
 
     def _welcome(self, frame: link_pb2.Frame) -> None:
         kind = frame.WhichOneof("kind")
         if kind == "goodbye":
-            raise faults.rebuild(frame.goodbye.error)
+            error = faults.rebuild(frame.goodbye.error)
+            if isinstance(error, Unavailable):
+                raise _Broken(str(error))  # it shuts down; another may take its place
+            raise error
         if kind != "welcome":
             raise ProtocolError(f"{self.target} answered Hello with {kind}", worker=self.target)
         welcome = frame.welcome
@@ -176,7 +227,9 @@ class GrpcLink(Conversation):
             )
         peer = Identity(welcome.node, welcome.name, self.target)
         if self._welcomed and (welcome.node != self.peer.node or not welcome.resumed):
-            happened = "was restarted" if welcome.node != self.peer.node else "has dropped this client's lease"
+            happened = (
+                "was restarted" if welcome.node != self.peer.node else "has dropped this client's lease"
+            )
             raise WorkerLost(
                 f"{self.peer} {happened}: what it held for this process is gone", worker=str(self.peer)
             )
@@ -185,26 +238,24 @@ class GrpcLink(Conversation):
         self._welcomed = True
 
     def _read(self, call: Any, streams: Streams) -> None:
-        try:
-            for data in call:
+        for data in call:
+            try:
                 self.receive(data, streams)
-        except GradwireError as error:
-            self.refuse(error)
-            raise
+            except GradwireError as error:
+                self.refuse(error)
+            except Exception as error:
+                log.exception("a frame from %s could not be handled", self.peer)
+                self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
         if self._ended is None:
             raise _Broken("the worker closed the stream")
 
-    def _read_bulk(self, bulk_call: Any, streams: Streams, control_call: Any) -> None:
+    def _read_bulk(self, call: Any, streams: Streams) -> None:
         try:
-            _first_frame(bulk_call)
-            self._read(bulk_call, streams)
-        except (grpc.RpcError, _Broken, GradwireError):
-            pass  # cutting the control stream, too, makes the keeper start anew
-        except Exception:
-            log.exception("reading bulk data from %s failed", self.peer)
-        finally:
-            if self._ended is None:
-                control_call.cancel()
+            self._read(call, streams)
+        except (grpc.RpcError, _Broken):
+            # One stream without the other is of no use: the keeper starts anew.
+            if self._ended is None and not streams.control.closed:
+                self._cut()
 
     def _lost(self, reason: str) -> GradwireError:
         if not self._welcomed:
@@ -232,7 +283,5 @@ def _first_frame(call: Any) -> link_pb2.Frame:
 def _explain(error: grpc.RpcError, handshake: float) -> str:
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.CANCELLED:
-        return f"it accepts connections but did not answer for {handshake:.1f} s"
-    if code == grpc.StatusCode.UNIMPLEMENTED:
-        return "a gRPC server answers there, but it is no gradwire worker"
+        return f"there was no answer for {handshake:.1f} s"
     return f"{code.name}: {details}"

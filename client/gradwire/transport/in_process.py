@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, InternalError, WorkerLost
 from gradwire.transport.base import Handler, Identity, LinkSettings
 from gradwire.transport.conversation import Conversation, Streams
 
@@ -52,5 +52,7 @@ def _carry(there: InProcessLink, sent: Streams, received: Streams) -> None:
             there.receive(data, received)
         except GradwireError as error:
             there.refuse(error)
-        except Exception:
+        except Exception as error:
             log.exception("a frame from %s could not be handled", there.peer)
+            there.refuse(InternalError(f"a frame could not be handled: {error!r}"))
+    there.abort(WorkerLost(f"{there.peer} has gone without a word", worker=str(there.peer)))

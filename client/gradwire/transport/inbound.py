@@ -4,12 +4,13 @@ their message find each other in whatever order they arrive."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gradwire.errors import MalformedMessage, ResourceExhausted
+from gradwire.proto.v1 import link_pb2
 from gradwire.transport.base import Buffer
 from gradwire.transport.frames import Chunk
 
@@ -17,7 +18,9 @@ __all__ = ["Inbound"]
 
 Key = tuple[bool, int]
 """A message: (is it a reply, the request's id)."""
-Deliver = Callable[[Sequence[Buffer]], None]
+Message = link_pb2.Request | link_pb2.Reply
+Whole = tuple[Message, Sequence[Buffer]]
+"""A message with all its attachments."""
 
 
 @dataclass(slots=True)
@@ -32,38 +35,52 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Waiting:
+    message: Message
     transfers: Sequence[int]
     missing: set[int]
-    deliver: Deliver
 
 
 class Inbound:
-    """Assembles the messages of one set of streams. Dropped with them."""
+    """Assembles the messages of one set of streams. Dropped with them.
 
-    _MAX_EARLY_CANCELS = 10_000
+    Two orders are relied on, and enforced: requests come in the order of their ids, and transfers begin in
+    the order of theirs. So what is still to come can be told from what never will, and nothing has to be
+    remembered about the latter.
+    """
+
+    MAX_EXPECTED = 100_000
+    """Things that are still to come, and to be thrown away then."""
 
     def __init__(self, max_bytes: int) -> None:
         self._lock = threading.Lock()
         self._max_bytes = max_bytes
-        self._held = 0
         self._transfers: dict[int, _Transfer] = {}
         self._waiting: dict[Key, _Waiting] = {}
         self._wanted_by: dict[int, Key] = {}
-        self._dropped: set[Key] = set()
+        self._last_request = 0
+        self._last_begun = 0
+        self._cancelled: set[int] = set()
+        """Requests that were cancelled before they came."""
+        self._unwanted: set[int] = set()
+        """Transfers that nobody wants, before they have begun."""
 
-    def chunk(self, chunk: Chunk) -> None:
-        """Takes a piece of an attachment; delivers the message that it completes, if any."""
+    @property
+    def held(self) -> int:
+        """Bytes set aside for what is still arriving."""
         with self._lock:
-            transfer = self._transfers.get(chunk.transfer)
+            return sum(len(transfer.buffer) for transfer in self._transfers.values())
+
+    def chunk(self, chunk: Chunk) -> Whole | None:
+        """Takes a piece of an attachment. Returns the message that it completes, if any."""
+        with self._lock:
+            transfer = self._transfers.get(chunk.transfer) or self._begin(chunk)
             if transfer is None:
-                if chunk.offset:
-                    return  # the rest of something that was dropped
-                transfer = self._start(chunk)
-            end = chunk.offset + len(chunk.data)
-            if chunk.offset != transfer.filled or end > len(transfer.buffer) or chunk.offset == end:
+                return None
+            total, end = len(transfer.buffer), chunk.offset + len(chunk.data)
+            if chunk.offset != transfer.filled or end > total or (chunk.offset == end and total):
                 raise MalformedMessage(
                     f"transfer {chunk.transfer}: a chunk of bytes {chunk.offset} to {end} came where "
-                    f"{transfer.filled} of {len(transfer.buffer)} bytes had come before"
+                    f"{transfer.filled} of {total} bytes had come before"
                 )
         # Copied outside the lock: the chunks of one transfer come on one stream, one after another.
         transfer.buffer[chunk.offset : end] = np.frombuffer(chunk.data, dtype=np.uint8)
@@ -71,69 +88,121 @@ class Inbound:
             transfer.filled = end
             key = self._wanted_by.get(chunk.transfer)
             if not transfer.complete or key is None:
-                return
+                return None
             self._waiting[key].missing.discard(chunk.transfer)
-            deliver = self._if_whole(key)
-        if deliver is not None:
-            deliver()
+            return self._if_whole(key)
 
-    def message(self, key: Key, transfers: Sequence[int], deliver: Deliver) -> None:
-        """Takes a message; delivers it when all its attachments are there."""
-        if not transfers:
-            deliver(())
-            return
+    def message(self, key: Key, transfers: Sequence[int], message: Message) -> Whole | None:
+        """Takes a message. Returns it if all its attachments are there."""
         with self._lock:
-            if key in self._dropped:
-                self._dropped.discard(key)
+            if self._is_cancelled(key):
                 self._forget(transfers)
-                return
-            if len(set(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
-                raise MalformedMessage("a transfer was named as an attachment twice")
+                return None
+            if not transfers:
+                return message, ()
+            if key in self._waiting:
+                raise MalformedMessage(f"a second answer to request {key[1]}")
+            self._check_names(transfers)
             missing = {
                 id for id in transfers if (known := self._transfers.get(id)) is None or not known.complete
             }
-            self._waiting[key] = _Waiting(transfers, missing, deliver)
+            self._waiting[key] = _Waiting(message, transfers, missing)
             self._wanted_by.update(dict.fromkeys(transfers, key))
-            whole = self._if_whole(key)
-        if whole is not None:
-            whole()
+            self._check_size(key)
+            return self._if_whole(key)
 
-    def drop(self, key: Key, *, expected: bool) -> None:
-        """Forgets a message that waits for attachments or, if it is `expected`, is still to come."""
+    def skip(self, key: Key, transfers: Sequence[int]) -> None:
+        """Takes a message that nobody wants, and throws away its attachments when they come."""
+        with self._lock:
+            self._is_cancelled(key)
+            self._forget(transfers)
+
+    def drop(self, key: Key) -> None:
+        """Forgets a message: one that waits for attachments, or a request that is still to come."""
         with self._lock:
             waiting = self._waiting.pop(key, None)
+            is_reply, id = key
             if waiting is not None:
                 self._forget(waiting.transfers)
-            elif expected and len(self._dropped) < self._MAX_EARLY_CANCELS:
-                self._dropped.add(key)
+            elif not is_reply and id > self._last_request:
+                self._expect(self._cancelled, id)
 
-    def _start(self, chunk: Chunk) -> _Transfer:
-        if self._held + chunk.total > self._max_bytes:
-            raise ResourceExhausted(
-                f"attachments of {self._held + chunk.total} bytes on their way exceed the limit of "
-                f"{self._max_bytes} bytes for one link"
-            )
+    # -- all with the lock held
+
+    def _is_cancelled(self, key: Key) -> bool:
+        is_reply, id = key
+        if is_reply:
+            return False
+        if id <= self._last_request:
+            raise MalformedMessage(f"request {id} came after request {self._last_request}")
+        self._last_request = id
+        cancelled = id in self._cancelled
+        if self._cancelled:
+            self._cancelled = {later for later in self._cancelled if later > id}
+        return cancelled
+
+    def _begin(self, chunk: Chunk) -> _Transfer | None:
+        """A transfer that begins; None if it is not wanted."""
+        if chunk.transfer <= self._last_begun:
+            if chunk.offset:
+                return None  # the rest of something that was dropped
+            raise MalformedMessage(f"transfer {chunk.transfer} began twice, or out of order")
+        if chunk.offset:
+            raise MalformedMessage(f"transfer {chunk.transfer} lacks its first {chunk.offset} bytes")
+        self._last_begun = chunk.transfer
+        if self._unwanted:
+            unwanted = chunk.transfer in self._unwanted
+            self._unwanted = {later for later in self._unwanted if later > chunk.transfer}
+            if unwanted:
+                return None
+        if chunk.total > self._max_bytes:
+            raise self._too_large(chunk.total)
         try:
             # Pages are only committed as they are written: a length that lies costs address space alone.
             transfer = _Transfer(np.empty(chunk.total, dtype=np.uint8))
         except (MemoryError, ValueError) as error:
             raise ResourceExhausted(f"no memory for an attachment of {chunk.total} bytes") from error
-        self._held += chunk.total
         self._transfers[chunk.transfer] = transfer
+        key = self._wanted_by.get(chunk.transfer)
+        if key is not None:
+            self._check_size(key)
         return transfer
 
-    def _if_whole(self, key: Key) -> Callable[[], None] | None:
+    def _check_names(self, transfers: Sequence[int]) -> None:
+        if len(set(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
+            raise MalformedMessage("a transfer was named as an attachment twice")
+        for id in transfers:
+            if id in self._unwanted or (id <= self._last_begun and id not in self._transfers):
+                raise MalformedMessage(f"transfer {id} was named as an attachment, but will not come")
+
+    def _check_size(self, key: Key) -> None:
+        begun = (self._transfers.get(id) for id in self._waiting[key].transfers)
+        size = sum(len(transfer.buffer) for transfer in begun if transfer is not None)
+        if size > self._max_bytes:
+            raise self._too_large(size)
+
+    def _too_large(self, size: int) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"attachments of {size} bytes exceed the limit of {self._max_bytes} bytes for one message"
+        )
+
+    def _if_whole(self, key: Key) -> Whole | None:
         waiting = self._waiting[key]
         if waiting.missing:
             return None
         del self._waiting[key]
         buffers = [self._transfers[id].buffer for id in waiting.transfers]
         self._forget(waiting.transfers)
-        return lambda: waiting.deliver(buffers)
+        return waiting.message, buffers
 
     def _forget(self, transfers: Sequence[int]) -> None:
         for id in transfers:
             self._wanted_by.pop(id, None)
-            transfer = self._transfers.pop(id, None)
-            if transfer is not None:
-                self._held -= len(transfer.buffer)
+            self._transfers.pop(id, None)
+            if id > self._last_begun:
+                self._expect(self._unwanted, id)
+
+    def _expect(self, ids: set[int], id: int) -> None:
+        if len(ids) >= self.MAX_EXPECTED:
+            raise ResourceExhausted("too much was cancelled before it came")
+        ids.add(id)

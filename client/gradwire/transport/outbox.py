@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, InternalError
 from gradwire.transport import frames
 from gradwire.transport.base import Sendable
 
 __all__ = ["Outbox", "OutgoingTransfer"]
+
+log = logging.getLogger("gradwire.link")
 
 _COALESCED_BYTES = 256 * 1024
 """Small frames are joined into one write until it is this long."""
@@ -19,7 +22,7 @@ _COALESCED_BYTES = 256 * 1024
 class OutgoingTransfer:
     """An attachment on its way out, cut into chunks as the stream asks for them."""
 
-    __slots__ = ("_offset", "chunk_bytes", "dropped", "id", "on_modified", "owner", "source")
+    __slots__ = ("_offset", "chunk_bytes", "dropped", "id", "on_failed", "owner", "source")
 
     def __init__(
         self,
@@ -27,39 +30,46 @@ class OutgoingTransfer:
         source: Sendable,
         owner: tuple[bool, int],
         chunk_bytes: int,
-        on_modified: Callable[[OutgoingTransfer, GradwireError], None],
+        on_failed: Callable[[OutgoingTransfer, GradwireError], None],
     ) -> None:
         self.id = id
         self.source = source
         self.owner = owner
         """The message that it belongs to: (is it a reply, the request's id)."""
         self.chunk_bytes = chunk_bytes
-        self.on_modified = on_modified
+        self.on_failed = on_failed
         self.dropped = False
         """Nobody wants the rest of it."""
         self._offset = 0
 
     def next_chunk(self) -> tuple[bytes | None, bool]:
-        """The next chunk, and whether it was the last. No chunk if the memory changed under us."""
-        view = self.source.view
-        total = len(view)
-        piece = view[self._offset : self._offset + self.chunk_bytes]
-        data = frames.chunk(self.id, self._offset, total, piece)
-        self._offset += len(piece)
-        done = self._offset >= total
-        if done:
-            # Only a transfer that was whole all along may be completed: the receiver waits for the last
-            # chunk, so withholding it keeps torn data from ever being used.
-            try:
+        """The next chunk, and whether it was the last. No chunk if the attachment cannot be sent."""
+        try:
+            view = self.source.view
+            total = len(view)
+            piece = view[self._offset : self._offset + self.chunk_bytes]
+            data = frames.chunk(self.id, self._offset, total, piece)
+            self._offset += len(piece)
+            done = self._offset >= total
+            if done:
+                # Only a transfer that was whole all along may be completed: the receiver waits for the
+                # last chunk, so withholding it keeps torn data from ever being used.
                 self.source.check_unmodified()
-            except GradwireError as error:
-                self.on_modified(self, error)
-                return None, True
-        return data, done
+            return data, done
+        except GradwireError as error:
+            self.on_failed(self, error)
+        except Exception as error:
+            # An exception here would end the stream, and the next one, which would meet it again.
+            log.exception("an attachment could not be read")
+            self.on_failed(self, InternalError(f"an attachment could not be read: {error!r}"))
+        return None, True
 
 
 class Outbox:
-    """An iterator over the writes for one stream. Ends when it is closed and empty."""
+    """An iterator over the writes for one stream. Ends when it is closed and empty.
+
+    Transfers begin in the order in which they are put, and then take turns.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -69,24 +79,24 @@ class Outbox:
         self._closed = False
 
     def put(self, frame: bytes) -> None:
+        """Adds a frame, unless the stream has ended: what matters is sent again over the next."""
         with self._changed:
-            self._frames.append(frame)
-            self._changed.notify()
+            if not self._closed:
+                self._frames.append(frame)
+                self._changed.notify()
 
     def put_transfer(self, transfer: OutgoingTransfer) -> None:
         with self._changed:
-            self._transfers.append(transfer)
-            self._changed.notify()
+            if not self._closed:
+                self._transfers.append(transfer)
+                self._changed.notify()
 
-    def drop_transfers(self, owner: tuple[bool, int]) -> None:
-        """Forgets what has not been written of a message's attachments."""
+    def drop_transfers(self, owner: tuple[bool, int] | None = None) -> None:
+        """Forgets what has not been written of a message's attachments, or of all."""
         with self._changed:
-            self._drop(lambda transfer: transfer.owner == owner)
-
-    def _drop(self, unwanted: Callable[[OutgoingTransfer], bool]) -> None:
-        self._transfers = deque(t for t in self._transfers if not unwanted(t))
-        if self._writing is not None and unwanted(self._writing):
-            self._writing.dropped = True
+            self._transfers = deque(t for t in self._transfers if owner not in (None, t.owner))
+            if self._writing is not None and owner in (None, self._writing.owner):
+                self._writing.dropped = True
 
     def close(self, *, discard: bool = False) -> None:
         """No more will be put. `discard`: nor will what waits be written."""
@@ -94,8 +104,12 @@ class Outbox:
             self._closed = True
             if discard:
                 self._frames.clear()
-                self._drop(lambda _: True)
+                self.drop_transfers()
             self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def __iter__(self) -> Iterator[bytes]:
         return self

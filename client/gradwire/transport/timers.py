@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,29 +18,36 @@ log = logging.getLogger("gradwire.timers")
 class Timer:
     """A callback that is due at some time, unless it is cancelled."""
 
-    __slots__ = ("callback", "due")
+    __slots__ = ("_clock", "callback", "due")
 
-    def __init__(self, due: float, callback: Callable[[], None]) -> None:
+    def __init__(self, clock: _Clock, due: float, callback: Callable[[], object]) -> None:
+        self._clock = clock
         self.due = due
-        self.callback: Callable[[], None] | None = callback
+        self.callback: Callable[[], object] | None = callback
 
     def cancel(self) -> None:
-        # The entry stays in the heap until it is due, but must not keep anything alive.
-        self.callback = None
+        if self.callback is not None:
+            # The entry stays in the heap for now, but must not keep anything alive.
+            self.callback = None
+            self._clock.count_cancelled()
 
 
 class _Clock:
     """Runs while there are timers to wait for, and a little longer."""
 
     IDLE_SECONDS = 5.0
+    KEPT_CANCELLED = 1000
+    """Entries of cancelled timers are swept out when there are more, and more than of live ones."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int, Timer]] = []
         self._counter = itertools.count()
+        self._cancelled = 0
         self._thread: threading.Thread | None = None
 
-    def add(self, timer: Timer) -> None:
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
+        timer = Timer(self, time.monotonic() + seconds, callback)
         with self._changed:
             heapq.heappush(self._heap, (timer.due, next(self._counter), timer))
             if self._thread is None:
@@ -47,6 +55,17 @@ class _Clock:
                 self._thread.start()
             elif self._heap[0][2] is timer:
                 self._changed.notify()
+        return timer
+
+    def count_cancelled(self) -> None:
+        # Nearly every call is answered long before its deadline: without this the heap would hold the
+        # timers of all calls of the last minutes.
+        with self._changed:
+            self._cancelled += 1
+            if self._cancelled > max(self.KEPT_CANCELLED, len(self._heap) // 2):
+                self._heap = [entry for entry in self._heap if entry[2].callback is not None]
+                heapq.heapify(self._heap)
+                self._cancelled = 0
 
     def _next_due(self) -> Timer | None:
         """Waits for the next timer; None when there was nothing to wait for."""
@@ -54,6 +73,7 @@ class _Clock:
             while True:
                 while self._heap and self._heap[0][2].callback is None:
                     heapq.heappop(self._heap)
+                    self._cancelled -= 1
                 if not self._heap:
                     self._changed.wait(self.IDLE_SECONDS)
                     if not self._heap:
@@ -67,7 +87,7 @@ class _Clock:
 
     def _run(self) -> None:
         while (timer := self._next_due()) is not None:
-            callback = timer.callback
+            callback, timer.callback = timer.callback, None
             if callback is None:
                 continue
             try:
@@ -79,8 +99,15 @@ class _Clock:
 _clock = _Clock()
 
 
-def call_later(seconds: float, callback: Callable[[], None]) -> Timer:
+def call_later(seconds: float, callback: Callable[[], object]) -> Timer:
     """Calls back in so many seconds, on the timers' thread: the callback must not block."""
-    timer = Timer(time.monotonic() + seconds, callback)
-    _clock.add(timer)
-    return timer
+    return _clock.call_later(seconds, callback)
+
+
+def _after_fork() -> None:
+    # The thread did not come along, and its lock may have been held.
+    global _clock
+    _clock = _Clock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

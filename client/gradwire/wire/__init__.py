@@ -5,12 +5,14 @@ An `Encoder` turns the values of one message into protobuf and lifts their tenso
 """
 
 from .limits import MAX_DEPTH, Limits
+from .messages import parse
 from .storages import Attachment
 from .types import TypeRegistry, default_types, register_type
 from .value_decoding import Decoder
-from .value_encoding import Encoder
+from .value_encoding import ATTACH_FROM, Encoder
 
 __all__ = [
+    "ATTACH_FROM",
     "MAX_DEPTH",
     "Attachment",
     "Decoder",
@@ -18,5 +20,6 @@ __all__ = [
     "Limits",
     "TypeRegistry",
     "default_types",
+    "parse",
     "register_type",
 ]

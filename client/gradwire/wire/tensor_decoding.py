@@ -7,7 +7,7 @@ The second builds. Only what the indices of sparse tensors say is checked there,
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,11 +63,14 @@ class TensorReader:
         self._limits = limits
         self._contents = _check_storages(table, attachments)
         self._memory: dict[int, torch.Tensor] = {}
-        self.tensors: list[torch.Tensor] = []
-        self.requires_grad: list[bool] = []
-        self.devices: list[str] = []
-
         messages = table.tensors[:]
+        if len(messages) == 1:
+            only = self._check_simple(messages[0])
+            if only is not None:
+                self.tensors = [self._build_strided(only, None)]
+                self.requires_grad = [messages[0].requires_grad]
+                self.devices = ["cpu"]
+                return
         if len(messages) > limits.max_tensors:
             raise MalformedMessage(f"{len(messages)} tensors came, at most {limits.max_tensors} are taken")
         checked: list[_Strided | None] = []
@@ -75,7 +78,7 @@ class TensorReader:
         for index, message in enumerate(messages):
             strided = self._check_simple(message)
             if strided is None:
-                if message.layout > 1:
+                if not 0 <= message.layout <= 1:
                     _check_sparse(message, index, messages, limits)
                 else:
                     strided = self._check_strided(message, index)
@@ -85,13 +88,12 @@ class TensorReader:
 
         # Components first: the sparse tensors that they make up come before them in the table.
         built = [None if strided is None else self._build_strided(strided, uses) for strided in checked]
-        for index, message in enumerate(messages):
-            tensor = built[index]
-            if tensor is None:
-                tensor = _build_sparse(message, index, built)
-            self.tensors.append(tensor)
-            self.requires_grad.append(message.requires_grad)
-            self.devices.append(message.device or "cpu")
+        self.tensors = [
+            _build_sparse(messages[index], index, built) if tensor is None else tensor
+            for index, tensor in enumerate(built)
+        ]
+        self.requires_grad = [message.requires_grad for message in messages]
+        self.devices = [message.device or "cpu" for message in messages]
 
     def memory(self, storage: int, needed: int) -> torch.Tensor:
         """The bytes of a storage, checked to be `needed` in number; the same memory each time."""
@@ -105,7 +107,13 @@ class TensorReader:
 
     def _check_simple(self, message: tensor_pb2.Tensor) -> _Strided | None:
         """The short way for a contiguous tensor that is all of its storage. None: look closer."""
-        if message.layout > 1 or message.device or message.offset or message.strides or message.components:
+        if (
+            not 0 <= message.layout <= 1
+            or message.device
+            or message.offset
+            or message.strides
+            or message.components
+        ):
             return None
         wire_type = BY_NUMBER.get(message.dtype)
         storage = message.storage
@@ -167,11 +175,12 @@ class TensorReader:
             )
         return _Strided(wire_type, shape, strides, message.offset, size, storage, quantization)
 
-    def _build_strided(self, strided: _Strided, uses: list[int]) -> torch.Tensor:
+    def _build_strided(self, strided: _Strided, uses: list[int] | None) -> torch.Tensor:
+        """`uses`: how many tensors look at each storage. None: this is the only one."""
         wire_type, shape, strides, offset, size, storage, quantization = strided
         if storage is None:
             return _build_meta(wire_type, shape, strides)
-        if strides is None and uses[storage] == 1 and wire_type.plain and storage not in self._memory:
+        if strides is None and wire_type.plain and (uses is None or uses[storage] == 1):
             content = self._contents[storage]
             if type(content) is bytes and len(content) == size:
                 # torch's own memory: aligned, and the user may resize it.
@@ -286,13 +295,22 @@ def _build_quantized(
     strides: list[int],
 ) -> torch.Tensor:
     try:
-        empty = _quantized_empty(dtype, message, shape)
-    except UserWarning:
-        # torch says once per process that quantized tensors are deprecated; a filter has made that an error.
-        empty = _quantized_empty(dtype, message, shape)
+        empty = _despite_warning(lambda: _quantized_empty(dtype, message, shape))
     except RuntimeError as error:
         raise MalformedMessage(f"torch refuses the quantization: {error}") from error
     return empty.set_(memory.untyped_storage(), offset, shape, strides)
+
+
+def _despite_warning(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """torch says once per process that compressed sparse tensors are beta and quantized ones deprecated.
+
+    Where a filter makes that an error it would look as if the message were at fault. The second time it is
+    quiet. (`warnings.catch_warnings` changes the filters of all threads, so is not for a library.)
+    """
+    try:
+        return make()
+    except UserWarning:
+        return make()
 
 
 def _quantized_empty(dtype: torch.dtype, message: tensor_pb2.Quantization, shape: list[int]) -> torch.Tensor:
@@ -323,7 +341,7 @@ def _check_sparse(
                 f"tensor {index} has component {component}, there are {len(messages)} tensors"
             )
         # Strided all, so there are no cycles either.
-        if messages[component].layout > 1 or messages[component].device == "meta":
+        if not 0 <= messages[component].layout <= 1 or messages[component].device == "meta":
             raise MalformedMessage(f"tensor {index} has component {component}, which is not strided")
     wire_type = BY_NUMBER.get(message.dtype)
     if wire_type is None or messages[message.components[-1]].dtype != message.dtype or not wire_type.plain:
@@ -348,6 +366,16 @@ def _build_sparse(message: tensor_pb2.Tensor, index: int, built: list[torch.Tens
     shape = message.shape[:]
     if any(part.dtype not in _INDEX_TYPES or part.is_quantized for part in indices):
         raise MalformedMessage(f"tensor {index} has indices that are no integers")
+    # Copied, so that nothing can write to them after they were checked: neither a tensor of the same message
+    # over the same bytes nor a sender with whom the memory is shared. Wrong indices would reach anywhere.
+    if any(part.nbytes > part.untyped_storage().nbytes() for part in indices):
+        raise MalformedMessage(f"tensor {index} has indices that are more than their bytes")
+    indices = [part.clone(memory_format=torch.contiguous_format) for part in indices]
+    if layout in (torch.sparse_bsr, torch.sparse_bsc):
+        # torch's own check takes blocks of size 0 and to_dense() divides by it, which ends the process.
+        first = indices[0].dim()
+        if values.dim() < first + 2 or 0 in values.shape[first : first + 2]:
+            raise MalformedMessage(f"tensor {index} has blocks of shape {list(values.shape[first:])}")
     aten = torch.ops.aten
     # Checked apart from building: the check_invariants argument of the constructors switches a setting of the
     # whole process while they run, which other threads would see.
@@ -358,8 +386,10 @@ def _build_sparse(message: tensor_pb2.Tensor, index: int, built: list[torch.Tens
                 indices[0], values, shape, dtype=values.dtype, layout=layout, is_coalesced=message.coalesced
             )
         torch._validate_sparse_compressed_tensor_args(indices[0], indices[1], values, shape, layout)
-        return aten._sparse_compressed_tensor_unsafe.default(  # type: ignore[no-any-return]
-            indices[0], indices[1], values, shape, dtype=values.dtype, layout=layout
+        return _despite_warning(
+            lambda: aten._sparse_compressed_tensor_unsafe.default(
+                indices[0], indices[1], values, shape, dtype=values.dtype, layout=layout
+            )
         )
     except (RuntimeError, IndexError, ValueError) as error:
         reason = str(error).partition("\n")[0]

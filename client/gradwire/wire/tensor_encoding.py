@@ -34,7 +34,8 @@ def _is_simple(tensor: torch.Tensor) -> bool:
         and tensor.layout is _STRIDED
         and tensor.is_contiguous()
         and tensor.dtype in NUMBERS
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_neg() or tensor.is_conj())
+        and not (tensor.is_quantized or tensor.is_nested)
+        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
     ):
         return False
     try:
@@ -153,6 +154,9 @@ class TensorWriter:
             detached = tensor.detach()
             for accessor in accessors:
                 component = getattr(detached, accessor)()
+                if "indices" in accessor:
+                    # The receiver copies them, and takes none that are more than their bytes (expanded).
+                    component = component.contiguous()
                 self._write_strided(self._describe(component), component, regions)
                 message.components.append(count)
                 count += 1
@@ -181,7 +185,8 @@ class TensorWriter:
             message.storage = self.storages.inline(b"")
             return
         if tensor._is_zerotensor():
-            tensor = tensor.detach().clone()
+            # It stands for zeros without holding any.
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if tensor.is_conj() or tensor.is_neg():
             tensor = flip_signs(tensor.detach())
         regions.append(Region(message, tensor))

@@ -59,6 +59,12 @@ class Decoder:
         self.requires_grad = self._reader.requires_grad
         self.devices = self._reader.devices
 
+    def keep_requires_grad(self) -> None:
+        """Makes the tensors that required grad at the sender leaves that do so here."""
+        for tensor, requires_grad in zip(self.tensors, self.requires_grad, strict=False):
+            if requires_grad:
+                tensor.requires_grad_()
+
     def value(self, message: value_pb2.Value, path: str = "value") -> object:
         """The value of one message. `path` is what errors call it."""
         try:

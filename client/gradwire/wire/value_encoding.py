@@ -20,7 +20,7 @@ from .storages import Attachment
 from .tensor_encoding import TensorWriter
 from .types import TypeRegistry, default_types, is_named_tuple
 
-__all__ = ["Encoder"]
+__all__ = ["ATTACH_FROM", "Encoder"]
 
 _ARRAY_KINDS = frozenset("biufcmMUS")
 
@@ -41,6 +41,10 @@ class _Refused(Exception):
         return self
 
 
+ATTACH_FROM = 64 * 1024
+"""Storages of this many bytes travel beside a message rather than in it."""
+
+
 class Encoder:
     """Turns the values of one message into protobuf. Tensors are lifted out into one table.
 
@@ -48,7 +52,7 @@ class Encoder:
     everything is in the message.
     """
 
-    def __init__(self, *, attach_from: int | None = 64 * 1024, types: TypeRegistry | None = None) -> None:
+    def __init__(self, *, attach_from: int | None = ATTACH_FROM, types: TypeRegistry | None = None) -> None:
         self._types = default_types if types is None else types
         self._writer = TensorWriter(attach_from)
         self._arrays: dict[int, tuple[numpy.ndarray[Any, Any], int]] = {}

@@ -57,7 +57,7 @@ class Modes(_message.Message):
     def __init__(self, no_grad: bool = ..., inference: bool = ..., autocast: _Optional[_Iterable[_Union[Autocast, _Mapping]]] = ..., detect_anomaly: bool = ...) -> None: ...
 
 class ForwardWithAutogradRequest(_message.Message):
-    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target")
+    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released")
     class KwargsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class ForwardWithAutogradRequest(_message.Message):
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     MODES_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     function: str
     args: _containers.RepeatedCompositeFieldContainer[_value_pb2.Value]
     kwargs: _containers.MessageMap[str, _value_pb2.Value]
@@ -79,17 +80,20 @@ class ForwardWithAutogradRequest(_message.Message):
     autograd: AutogradMetadata
     modes: Modes
     target: _value_pb2.RemoteRef
-    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ...) -> None: ...
+    released: _containers.RepeatedCompositeFieldContainer[MessageId]
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
 
 class ForwardWithAutogradReply(_message.Message):
-    __slots__ = ("result", "tensors", "autograd")
+    __slots__ = ("result", "tensors", "autograd", "released")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     result: _value_pb2.Value
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
-    def __init__(self, result: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ...) -> None: ...
+    released: _containers.RepeatedCompositeFieldContainer[MessageId]
+    def __init__(self, result: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
 
 class Gradients(_message.Message):
     __slots__ = ("message", "slots", "tensors")
@@ -102,7 +106,7 @@ class Gradients(_message.Message):
     def __init__(self, message: _Optional[_Union[MessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PropagateGradientsRequest(_message.Message):
-    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd")
+    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +116,7 @@ class PropagateGradientsRequest(_message.Message):
     COLLECT_INTO_FIELD_NUMBER: _ClassVar[int]
     SKIP_LEAVES_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     gradients: Gradients
     tensors: _tensor_pb2.TensorTable
@@ -120,17 +125,20 @@ class PropagateGradientsRequest(_message.Message):
     collect_into: ContextId
     skip_leaves: bool
     autograd: AutogradMetadata
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., **kwargs) -> None: ...
+    released: _containers.RepeatedCompositeFieldContainer[MessageId]
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., **kwargs) -> None: ...
 
 class PropagateGradientsReply(_message.Message):
-    __slots__ = ("contributions", "tensors", "autograd")
+    __slots__ = ("contributions", "tensors", "autograd", "released")
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     contributions: _containers.RepeatedCompositeFieldContainer[Gradients]
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
-    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ...) -> None: ...
+    released: _containers.RepeatedCompositeFieldContainer[MessageId]
+    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
 
 class CleanupContextRequest(_message.Message):
     __slots__ = ("context", "messages")

@@ -90,3 +90,51 @@ class ExposedType(_message.Message):
     members: _containers.RepeatedScalarFieldContainer[str]
     is_enum: bool
     def __init__(self, name: _Optional[str] = ..., members: _Optional[_Iterable[str]] = ..., is_enum: bool = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InspectReply(_message.Message):
+    __slots__ = ("name", "uptime_seconds", "contexts", "clients", "calls", "resident_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uptime_seconds: float
+    contexts: _containers.RepeatedCompositeFieldContainer[HeldContext]
+    clients: _containers.RepeatedCompositeFieldContainer[HeldClient]
+    calls: int
+    resident_bytes: int
+    def __init__(self, name: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., contexts: _Optional[_Iterable[_Union[HeldContext, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[HeldClient, _Mapping]]] = ..., calls: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+
+class HeldContext(_message.Message):
+    __slots__ = ("id", "owner", "age_seconds", "results", "arguments", "gradients", "bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    owner: str
+    age_seconds: float
+    results: int
+    arguments: int
+    gradients: int
+    bytes: int
+    def __init__(self, id: _Optional[str] = ..., owner: _Optional[str] = ..., age_seconds: _Optional[float] = ..., results: _Optional[int] = ..., arguments: _Optional[int] = ..., gradients: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class HeldClient(_message.Message):
+    __slots__ = ("name", "node", "connected")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    node: str
+    connected: bool
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., connected: bool = ...) -> None: ...

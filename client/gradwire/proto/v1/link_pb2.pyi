@@ -15,12 +15,14 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_CLEANUP_CONTEXT: _ClassVar[Method]
     METHOD_DESCRIBE: _ClassVar[Method]
     METHOD_PING: _ClassVar[Method]
+    METHOD_INSPECT: _ClassVar[Method]
 METHOD_UNSPECIFIED: Method
 METHOD_FORWARD_WITH_AUTOGRAD: Method
 METHOD_PROPAGATE_GRADIENTS: Method
 METHOD_CLEANUP_CONTEXT: Method
 METHOD_DESCRIBE: Method
 METHOD_PING: Method
+METHOD_INSPECT: Method
 
 class Envelope(_message.Message):
     __slots__ = ("frames",)

@@ -63,6 +63,11 @@ class WorkerStub(object):
                 request_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/gradwire.v1.Worker/Inspect',
+                request_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectRequest.SerializeToString,
+                response_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -105,6 +110,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """Lists what the worker holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,6 +144,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeRequest.FromString,
                     response_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeReply.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectRequest.FromString,
+                    response_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +288,33 @@ class Worker(object):
             '/gradwire.v1.Worker/Describe',
             gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeRequest.SerializeToString,
             gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.Worker/Inspect',
+            gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectRequest.SerializeToString,
+            gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectReply.FromString,
             options,
             channel_credentials,
             insecure,

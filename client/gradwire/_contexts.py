@@ -1,0 +1,112 @@
+"""Explicit contexts: gradients of a pass kept apart, here and on every worker that it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import Token
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from gradwire._node import Node, current_context_id, current_node
+from gradwire._scope import Scope, current_scope, enter, leave
+from gradwire.autograd import ContextId, Run, backward_to_leaves
+
+__all__ = ["Context", "context", "current_context"]
+
+
+class Context:
+    """Gradients of one pass, apart from all others and from `.grad`.
+
+    ``with gw.context() as ctx:`` opens one; calls made inside belong to it, on every worker. Leaving it
+    lets go of everything that it holds, everywhere.
+    """
+
+    def __init__(self, node: Node, id: ContextId) -> None:
+        self._node = node
+        self._id = id
+        self._entered: list[Token[Scope]] = []
+
+    @property
+    def id(self) -> ContextId:
+        """Its name, the same on every worker."""
+        return self._id
+
+    def backward(
+        self,
+        roots: torch.Tensor | Sequence[torch.Tensor],
+        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Backpropagates, and collects the gradients in this context here and on every worker.
+
+        `.grad` is left alone everywhere. `grad_tensors` are needed for roots that are no scalars, as with
+        `torch.autograd.backward`. Returns when all workers are done.
+        """
+        root_list = [roots] if isinstance(roots, torch.Tensor) else list(roots)
+        if grad_tensors is None:
+            gradients: list[torch.Tensor | None] = [None] * len(root_list)
+        elif isinstance(grad_tensors, torch.Tensor):
+            gradients = [grad_tensors]
+        else:
+            gradients = list(grad_tensors)
+        participant = self._node.participant
+        run = Run(
+            participant,
+            participant.new_id(),
+            asker=None,
+            collect_leaves=True,
+            collect_into=self._id,
+            retain_graph=retain_graph,
+        )
+        state = participant.store.get(self._id)
+        backward_to_leaves(root_list, gradients, run, state.accumulate)
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients that this process holds in the context, for each of its leaf tensors.
+
+        In a served function: those of the worker's own tensors, for the caller's context.
+        """
+        state = self._node.participant.store.find(self._id)
+        return {} if state is None else state.gradients()
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients that this process holds in the context."""
+        state = self._node.participant.store.find(self._id)
+        if state is not None:
+            state.clear_gradients()
+
+    def __enter__(self) -> Self:
+        self._entered.append(enter(replace(current_scope(), context=self._id)))
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self._entered.pop())
+        self._node.participant.end_context(self._id)
+
+    def __repr__(self) -> str:
+        return f"<gradwire context {self._id}>"
+
+
+def context() -> Context:
+    """A new context, to be entered with ``with``.
+
+    >>> import gradwire as gw, torch
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> with gw.context() as ctx:
+    ...     ctx.backward((3 * w).sum())
+    ...     print(ctx.gradients()[w], w.grad)
+    tensor([3., 3.]) None
+    """
+    node = current_node()
+    return Context(node, ContextId(node.identity.node, node.participant.new_id().count))
+
+
+def current_context() -> Context:
+    """The context that calls are made in: that of the caller in a served function, else the one that was
+    entered last, else the ambient one of this process."""
+    return Context(current_node(), current_context_id())

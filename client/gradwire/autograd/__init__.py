@@ -1,0 +1,30 @@
+"""Gradients across nodes, on PyTorch's own engine. Knows nothing of gRPC.
+
+Read `nodes` first: the two nodes that it adds to the graph. `participant` records what crosses, `passes`
+and `local` run backward, `serving` answers those who ask this node to.
+"""
+
+from gradwire.autograd.contexts import ContextState, ContextStore
+from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
+from gradwire.autograd.local import backward_to_leaves
+from gradwire.autograd.modes import applied as applied_modes
+from gradwire.autograd.modes import capture as capture_modes
+from gradwire.autograd.participant import Participant
+from gradwire.autograd.passes import Run
+from gradwire.autograd.serving import serve_cleanup, serve_propagate
+
+__all__ = [
+    "ContextId",
+    "ContextState",
+    "ContextStore",
+    "MessageId",
+    "Participant",
+    "Run",
+    "applied_modes",
+    "backward_to_leaves",
+    "capture_modes",
+    "message_ids",
+    "message_protos",
+    "serve_cleanup",
+    "serve_propagate",
+]

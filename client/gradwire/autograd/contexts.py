@@ -1,0 +1,128 @@
+"""Contexts: the gradients and messages of one pass, kept apart from those of others.
+
+Each node has a store. A context exists in the store of every node that the pass reached, under the same
+id. Each client has an ambient context (count 0) for plain `backward()`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from gradwire.autograd.ids import ContextId, MessageId
+from gradwire.autograd.records import SentArguments, SentResults
+from gradwire.transport.base import Link
+
+__all__ = ["ContextState", "ContextStore"]
+
+
+class ContextState:
+    """What one node holds of one context."""
+
+    def __init__(self, id: ContextId) -> None:
+        self.id = id
+        self.since = time.monotonic()
+        self.last_used = self.since
+        self.arguments: set[MessageId] = set()
+        self.results: set[MessageId] = set()
+        self.involved: weakref.WeakSet[Link] = weakref.WeakSet()
+        """Where calls of this context went: they hold a part of it, too."""
+        self._lock = threading.Lock()
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        with self._lock:
+            so_far = self._gradients.get(leaf)
+            # Not in place: torch may have given the same tensor as the gradient of several leaves.
+            self._gradients[leaf] = gradient if so_far is None else so_far + gradient
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        with self._lock:
+            return dict(self._gradients)
+
+    def clear_gradients(self, leaves: Iterable[torch.Tensor] | None = None) -> None:
+        with self._lock:
+            if leaves is None:
+                self._gradients.clear()
+            else:
+                for leaf in leaves:
+                    self._gradients.pop(leaf, None)
+
+
+class ContextStore:
+    """All contexts of a node, and the messages in them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._contexts: dict[ContextId, ContextState] = {}
+        self._arguments: dict[MessageId, SentArguments] = {}
+        self._results: dict[MessageId, SentResults] = {}
+
+    def get(self, id: ContextId) -> ContextState:
+        """The context, new if need be."""
+        with self._lock:
+            context = self._contexts.get(id)
+            if context is None:
+                context = self._contexts[id] = ContextState(id)
+            context.last_used = time.monotonic()
+            return context
+
+    def find(self, id: ContextId) -> ContextState | None:
+        with self._lock:
+            return self._contexts.get(id)
+
+    def contexts(self) -> list[ContextState]:
+        with self._lock:
+            return list(self._contexts.values())
+
+    def keep_arguments(self, sent: SentArguments) -> None:
+        with self._lock:
+            self.get(sent.context).arguments.add(sent.id)
+            self._arguments[sent.id] = sent
+
+    def keep_results(self, sent: SentResults) -> None:
+        with self._lock:
+            self.get(sent.context).results.add(sent.id)
+            self._results[sent.id] = sent
+
+    def arguments(self, id: MessageId) -> SentArguments | None:
+        with self._lock:
+            return self._arguments.get(id)
+
+    def results(self, id: MessageId) -> SentResults | None:
+        with self._lock:
+            return self._results.get(id)
+
+    def release(self, messages: Iterable[MessageId]) -> bool:
+        """Lets go of messages. Whether there were any."""
+        released: list[SentArguments | SentResults] = []
+        with self._lock:
+            for id in messages:
+                for kept in (self._arguments.pop(id, None), self._results.pop(id, None)):
+                    if kept is not None:
+                        released.append(kept)
+                        context = self._contexts.get(kept.context)
+                        if context is not None:
+                            context.arguments.discard(id)
+                            context.results.discard(id)
+        # Dropping the last reference runs destructors of whole graphs: not under the lock.
+        return bool(released)
+
+    def drop(self, id: ContextId) -> ContextState | None:
+        """Lets go of a context and all its messages."""
+        with self._lock:
+            context = self._contexts.pop(id, None)
+            messages = [] if context is None else [*context.arguments, *context.results]
+            held = [(self._arguments.pop(m, None), self._results.pop(m, None)) for m in messages]
+        del held  # after the lock, as above
+        return context
+
+    def drop_owner(self, node: int) -> None:
+        """Lets go of everything that belongs to a client."""
+        for context in self.contexts():
+            if context.id.node == node:
+                self.drop(context.id)

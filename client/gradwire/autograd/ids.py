@@ -1,0 +1,54 @@
+"""Names for contexts, messages and passes. No coordinator hands them out: a node counts its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gradwire.proto.v1 import autograd_pb2
+
+__all__ = ["ContextId", "MessageId", "message_ids", "message_protos"]
+
+
+class ContextId(NamedTuple):
+    """A context: the node that opened it, and that node's count. Count 0 is the node's ambient context."""
+
+    node: int
+    count: int
+
+    @classmethod
+    def parse(cls, message: autograd_pb2.ContextId) -> ContextId:
+        return cls(message.node, message.count)
+
+    @property
+    def proto(self) -> autograd_pb2.ContextId:
+        return autograd_pb2.ContextId(node=self.node, count=self.count)
+
+    def __str__(self) -> str:
+        return f"{self.node:016x}:{self.count}"
+
+
+class MessageId(NamedTuple):
+    """One sending of tensors that require grad, or one pass: the node, and that node's count."""
+
+    node: int
+    count: int
+
+    @classmethod
+    def parse(cls, message: autograd_pb2.MessageId) -> MessageId:
+        return cls(message.node, message.count)
+
+    @property
+    def proto(self) -> autograd_pb2.MessageId:
+        return autograd_pb2.MessageId(node=self.node, count=self.count)
+
+    def __str__(self) -> str:
+        return f"{self.node:016x}:{self.count}"
+
+
+def message_ids(messages: Iterable[autograd_pb2.MessageId]) -> list[MessageId]:
+    return [MessageId(message.node, message.count) for message in messages]
+
+
+def message_protos(ids: Iterable[MessageId]) -> list[autograd_pb2.MessageId]:
+    return [autograd_pb2.MessageId(node=id.node, count=id.count) for id in ids]

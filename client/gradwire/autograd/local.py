@@ -1,0 +1,84 @@
+"""Running the local part of a backward: from given tensors to every leaf that they reach."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gradwire.autograd.nodes import ANCHOR, received_of
+from gradwire.autograd.passes import Run, running
+from gradwire.autograd.records import Received
+
+__all__ = ["Root", "backward_to_leaves", "received_by"]
+
+
+Root = torch.Tensor | GradientEdge
+
+
+def nodes_from(roots: Sequence[Root]) -> Iterator[Node]:
+    """Every node that is reached, once."""
+    stack = [root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node for root in roots]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+def received_by(roots: Sequence[Root]) -> list[Received]:
+    """The records of all recv nodes that are reached."""
+    records = (received_of(node) for node in nodes_from(roots))
+    return [record for record in records if record is not None]
+
+
+def backward_to_leaves(
+    roots: Sequence[Root],
+    gradients: Sequence[torch.Tensor | None],
+    run: Run,
+    collect: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Backpropagates to every leaf and hands over the leaves' gradients; `.grad` is left alone.
+
+    Recv nodes on the way propagate to other nodes; it returns when those are done, too.
+    """
+    leaves = [node for node in nodes_from(roots) if hasattr(node, "variable")]
+    try:
+        with running(run):
+            found = torch.autograd.grad(
+                roots,
+                [GradientEdge(node, 0) for node in leaves],
+                gradients,
+                retain_graph=run.retain_graph,
+                create_graph=run.create_graph,
+                allow_unused=True,
+            )
+    except RuntimeError as error:
+        _explain_anomaly(error, roots)
+        raise
+    if not run.collect_leaves:
+        return
+    for node, gradient in zip(leaves, found, strict=True):
+        leaf = node.variable  # type: ignore[attr-defined]
+        if gradient is not None and leaf is not ANCHOR:
+            collect(leaf, gradient.detach())
+
+
+def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:
+    """With anomaly mode on, torch knows where in the forward the failing function was called.
+
+    It only prints that as a warning on this machine; the one who reads the error sits at another.
+    """
+    failed = re.search(r"Function '(\w+)' returned nan values", str(error))
+    if failed is None:
+        return
+    for node in nodes_from(roots):
+        lines = node.metadata.get("traceback_") if node.name() == failed.group(1) else None
+        if lines:
+            error.add_note(f"Traceback of the forward call that caused the error:\n{''.join(lines)}")
+            return

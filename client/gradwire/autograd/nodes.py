@@ -1,0 +1,91 @@
+"""The two nodes that gradwire adds to PyTorch's graph.
+
+The counterparts of PyTorch's SendRpcBackward and RecvRpcBackward. The native engine runs them: the graph
+itself says what depends on what, so there is no other bookkeeping of dependencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from gradwire.autograd import passes
+from gradwire.autograd.records import Received, SentArguments
+
+__all__ = ["ANCHOR", "add_recv", "add_send", "received_of"]
+
+ANCHOR = torch.zeros((), requires_grad=True)
+"""A private leaf below every recv node, so that what arrives can require grad even if nothing that was
+sent did. No gradient ever flows into it."""
+
+_ANCHOR_NODE = get_gradient_edge(ANCHOR).node  # kept: a leaf holds its node only weakly
+
+
+def _all_leaves_wanted() -> bool:
+    """Whether this is a plain backward(), and not torch.autograd.grad or backward(inputs=...)."""
+    return torch._C._will_engine_execute_node(_ANCHOR_NODE)
+
+
+class SendRpc(torch.autograd.Function):
+    """forward: tensors -> token. backward: wait for the replies, return the summed contributions."""
+
+    @staticmethod
+    def forward(ctx: Any, record: SentArguments, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.record = record
+        ctx.set_materialize_grads(False)
+        # On the CPU, so that the wait happens on the thread that called backward and never on a GPU's
+        # thread, which all passes share.
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_token_gradient: Any) -> Any:
+        return None, *ctx.record.collect(torch._C._current_graph_task_id())
+
+
+class RecvRpc(torch.autograd.Function):
+    """forward: tokens + received data -> tensors. backward: propagate the gradients, don't wait."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, received: Received, data: Sequence[torch.Tensor], *tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.received = received
+        ctx.tokens = len(tokens) - 1
+        ctx.set_materialize_grads(False)
+        # Freed by the engine unless the graph is retained: then a second backward fails as it does locally.
+        ctx.save_for_backward(torch.zeros(()))
+        return tuple(data)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        _ = ctx.saved_tensors
+        if all(gradient is None for gradient in gradients):
+            return None, None, *[None] * (ctx.tokens + 1)
+        passes.current_task(_all_leaves_wanted).dispatch(ctx.received, gradients)
+        # A defined gradient for every token makes the engine run the send nodes; none for the anchor.
+        return None, None, *[torch.zeros(()) for _ in range(ctx.tokens)], None
+
+
+def add_send(record: SentArguments, tensors: Sequence[torch.Tensor]) -> None:
+    """Puts a send node below tensors that go out (PyTorch: addSendRpcBackward)."""
+    token = SendRpc.apply(record, *tensors)  # type: ignore[no-untyped-call]
+    # The engine prefers high numbers: a send node waits, so everything else that can run, runs first.
+    token.grad_fn._set_sequence_nr(0)
+    record.token = token
+
+
+def add_recv(received: Received, data: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Puts a recv node above tensors that came in (PyTorch: addRecvRpcBackward)."""
+    tokens = [sent.token for sent in received.depends_on]
+    return RecvRpc.apply(received, data, *tokens, ANCHOR)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def received_of(node: object) -> Received | None:
+    """The record of a recv node; None for any other node."""
+    return getattr(node, "received", None) if isinstance(node, _RECV_NODE) else None
+
+
+_RECV_NODE: type = RecvRpc._backward_cls  # type: ignore[attr-defined]

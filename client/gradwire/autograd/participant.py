@@ -1,0 +1,317 @@
+"""A node's part in passes that cross processes: what is sent and received, with gradients recorded.
+
+The counterparts of PyTorch's sendMessageWithAutograd (`send_call`, `send_results`) and
+getMessageWithAutograd (`receive_call`, `receive_reply`). `serving` holds the part that answers
+PropagateGradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from gradwire import wire
+from gradwire._scope import time_left
+from gradwire.autograd.contexts import ContextStore
+from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
+from gradwire.autograd.local import received_by
+from gradwire.autograd.nodes import add_recv, add_send
+from gradwire.autograd.passes import Propagation, Task
+from gradwire.autograd.records import Gradients, Received, Releases, SentArguments, SentResults
+from gradwire.errors import GradwireError, MalformedMessage, NotFound, WorkerLost
+from gradwire.proto.v1 import autograd_pb2, link_pb2
+from gradwire.transport.base import Link
+from gradwire.transport.base import Received as ReceivedMessage
+from gradwire.transport.timers import call_later
+
+__all__ = ["Participant", "decode_gradients", "encode_gradients"]
+
+_FLUSH_SECONDS = 1.0
+"""Releases ride on other messages; those that find none are sent on their own after so long."""
+
+
+class Participant:
+    """One node's autograd."""
+
+    def __init__(self, node: int, find_link: Callable[[int], Link | None]) -> None:
+        self.node = node
+        self.store = ContextStore()
+        self._find_link = find_link
+        self._counter = itertools.count(1)
+        self._lock = threading.Lock()
+        self._releases: weakref.WeakKeyDictionary[Link, Releases] = weakref.WeakKeyDictionary()
+        self._live: weakref.WeakSet[Received] = weakref.WeakSet()
+        """Arguments that came in and are part of some graph, and results that reach third nodes' messages."""
+
+    def new_id(self) -> MessageId:
+        return MessageId(self.node, next(self._counter))
+
+    # -- as a caller
+
+    def send_call(
+        self,
+        request: autograd_pb2.ForwardWithAutogradRequest,
+        tensors: Sequence[torch.Tensor],
+        context: ContextId,
+        link: Link,
+    ) -> None:
+        """Records what a call sends."""
+        request.autograd.context.CopyFrom(context.proto)
+        request.released.extend(message_protos(self.releases_to(link).take()))
+        if torch.is_grad_enabled():
+            sent = self._send(tensors, context)
+            if context.count:
+                self.store.get(context).involved.add(link)
+            if sent is not None:
+                request.autograd.message.CopyFrom(sent.id.proto)
+
+    def _send(self, tensors: Sequence[torch.Tensor], context: ContextId) -> SentArguments | None:
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        if not differentiable:
+            return None
+        sent = SentArguments(self.new_id(), context, differentiable)
+        add_send(sent, differentiable)
+        # Kept until the other end says that nothing there refers to it: it may keep state, so that later
+        # results reach these arguments.
+        self.store.keep_arguments(sent)
+        return sent
+
+    def receive_reply(
+        self,
+        reply: autograd_pb2.ForwardWithAutogradReply,
+        decoder: wire.Decoder,
+        link: Link,
+        what: str,
+    ) -> None:
+        """Makes the results of a call part of the graph here."""
+        if reply.HasField("autograd"):
+            self._receive(reply.autograd, decoder, link, what)
+        else:
+            decoder.keep_requires_grad()
+        # Only now: what the results reach is still referred to, the rest may go.
+        self.store.release(message_ids(reply.released))
+
+    def _receive(
+        self, autograd: autograd_pb2.AutogradMetadata, decoder: wire.Decoder, link: Link, what: str
+    ) -> None:
+        depends_on = message_ids(autograd.depends_on)
+        own = [self.store.arguments(id) for id in depends_on if id.node == self.node]
+        received = Received(
+            self,
+            MessageId.parse(autograd.message),
+            ContextId.parse(autograd.context),
+            link=link,
+            releases=self.releases_to(link),
+            are_arguments=False,
+            what=what,
+            arity=sum(decoder.requires_grad),
+            depends_on=[sent for sent in own if sent is not None],
+            foreign=[id for id in depends_on if id.node != self.node],
+        )
+        self._attach(received, decoder)
+
+    # -- as a callee
+
+    def receive_call(
+        self, autograd: autograd_pb2.AutogradMetadata, decoder: wire.Decoder, link: Link | None, what: str
+    ) -> None:
+        """Makes the arguments of a call part of the graph here."""
+        if not autograd.HasField("message") or not torch.is_grad_enabled():
+            decoder.keep_requires_grad()
+            return
+        received = Received(
+            self,
+            MessageId.parse(autograd.message),
+            ContextId.parse(autograd.context),
+            link=link,
+            releases=None if link is None else self.releases_to(link),
+            are_arguments=True,
+            what=what,
+            arity=sum(decoder.requires_grad),
+        )
+        self._attach(received, decoder)
+
+    def _attach(self, received: Received, decoder: wire.Decoder) -> None:
+        slots = [index for index, requires in enumerate(decoder.requires_grad) if requires]
+        if not slots:
+            return
+        if received.are_arguments or received.foreign:
+            self._live.add(received)
+        # The call was made with gradients on, even if its result is fetched with gradients off.
+        with torch.enable_grad():
+            attached = add_recv(received, [decoder.tensors[index] for index in slots])
+        for index, tensor in zip(slots, attached, strict=True):
+            decoder.tensors[index] = tensor
+
+    def send_results(
+        self,
+        tensors: Sequence[torch.Tensor],
+        context: ContextId,
+        own_call: MessageId | None,
+        function: str,
+    ) -> autograd_pb2.AutogradMetadata | None:
+        """Records what a reply sends; None if nothing in it requires grad."""
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        if not differentiable or not torch.is_grad_enabled():
+            return None
+        sent = SentResults(self.new_id(), context, differentiable, function)
+        self.store.keep_results(sent)
+        return autograd_pb2.AutogradMetadata(
+            context=context.proto,
+            message=sent.id.proto,
+            depends_on=message_protos(self._reached_by(differentiable, own_call)),
+        )
+
+    def _reached_by(self, tensors: Sequence[torch.Tensor], own_call: MessageId | None) -> list[MessageId]:
+        """The messages of other nodes that tensors reach."""
+        if len(self._live) <= 1 and own_call is not None:
+            return [own_call]  # there is no other, so the graph need not be walked
+        if not self._live:
+            return []
+        reached: dict[MessageId, None] = {}
+        for received in received_by(tensors):
+            if received.are_arguments:
+                reached[received.source] = None
+            reached.update(dict.fromkeys(received.foreign))
+        return [id for id in reached if id.node != self.node]
+
+    # -- backward
+
+    def propagate(self, received: Received, gradients: Gradients, task: Task) -> Propagation:
+        """Sends gradients to where the tensors came from."""
+        link = received.link
+        if link is None or link.ended is not None:
+            link = self._find_link(received.source.node) or link
+        if link is None:
+            raise WorkerLost(
+                f"the gradients for {received.what} cannot be delivered: its caller has no link to this node"
+            )
+        run = task.run
+        request = autograd_pb2.PropagateGradientsRequest(
+            context=received.context.proto,
+            retain_graph=task.retain_graph,
+            create_graph=task.create_graph,
+            skip_leaves=not task.collect_leaves,
+            released=message_protos(self.releases_to(link).take()),
+        )
+        getattr(request, "pass").CopyFrom(task.pass_id(self).proto)
+        if run is not None and run.collect_into is not None:
+            request.collect_into.CopyFrom(run.collect_into.proto)
+        encoder = wire.Encoder()
+        encode_gradients(request.gradients, received.source, gradients, encoder)
+        if task.create_graph:
+            request.autograd.context.CopyFrom(received.context.proto)
+            sent = self._send(encoder.tensors, received.context)
+            if sent is not None:
+                request.autograd.message.CopyFrom(sent.id.proto)
+        table, attachments = encoder.finish()
+        request.tensors.CopyFrom(table)
+        pending = link.ask(
+            link_pb2.METHOD_PROPAGATE_GRADIENTS,
+            request.SerializeToString(),
+            attachments,
+            timeout=time_left(None),
+        )
+        if not task.retain_graph and not received.are_arguments:
+            received.released()  # the flag tells the other end to let go after this
+        what = f"{received.what} on {link.peer}"
+        return Propagation(pending, partial(self._deliver, task.id, link, what), what)
+
+    def _deliver(self, task: int, link: Link, what: str, message: ReceivedMessage) -> None:
+        """Puts the contributions of a reply into the mailboxes."""
+        reply = wire.parse(autograd_pb2.PropagateGradientsReply, message.body)
+        decoder = wire.Decoder(reply.tensors, message.attachments)
+        if reply.HasField("autograd"):
+            self._receive(reply.autograd, decoder, link, f"the backward of {what}")
+        for contribution in reply.contributions:
+            id = MessageId.parse(contribution.message)
+            sent = self.store.arguments(id)
+            if sent is None:
+                raise NotFound(
+                    f"{link.peer} sent gradients for arguments that this node no longer keeps: they were "
+                    "sent in a context that has ended; detach what is kept on a worker between contexts"
+                )
+            if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
+                raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
+        self.store.release(message_ids(reply.released))
+
+    # -- letting go
+
+    def releases_to(self, link: Link) -> Releases:
+        """What the node at the other end of a link may let go of."""
+        with self._lock:
+            releases = self._releases.get(link)
+            if releases is not None:
+                return releases
+            releases = self._releases[link] = Releases()
+        call_later(_FLUSH_SECONDS, partial(self._flush, weakref.ref(link)))
+        return releases
+
+    def _flush(self, link_ref: weakref.ref[Link]) -> None:
+        link = link_ref()
+        if link is None or link.ended is not None:
+            return
+        released = self.releases_to(link).take()
+        if released:
+            request = autograd_pb2.CleanupContextRequest(messages=message_protos(released))
+            try:
+                link.ask(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=60.0)
+            except GradwireError:
+                return  # it ended just now, and everything with it
+        call_later(_FLUSH_SECONDS, partial(self._flush, link_ref))
+
+    def end_context(self, id: ContextId) -> bool:
+        """Lets go of a context here and wherever this node took it. Whether there was anything."""
+        context = self.store.drop(id)
+        if context is None:
+            return False
+        request = autograd_pb2.CleanupContextRequest(context=id.proto).SerializeToString()
+        for link in list(context.involved):
+            try:
+                link.ask(link_pb2.METHOD_CLEANUP_CONTEXT, request, timeout=60.0)
+            except GradwireError:
+                continue  # gone, and everything with it
+        return True
+
+    def forget_client(self, node: int) -> None:
+        """A client is gone: so is everything that was held for it."""
+        self.store.drop_owner(node)
+
+
+def encode_gradients(
+    message: autograd_pb2.Gradients, id: MessageId, gradients: Gradients, encoder: wire.Encoder
+) -> None:
+    message.message.CopyFrom(id.proto)
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None:
+            message.slots.append(slot)
+            message.tensors.append(encoder.tensor(gradient, f"gradient {slot}"))
+
+
+def decode_gradients(
+    message: autograd_pb2.Gradients,
+    decoder: wire.Decoder,
+    like: Sequence[tuple[torch.Size, torch.device]],
+) -> list[torch.Tensor | None]:
+    """The gradients for the tensors of a message, on the devices of those tensors."""
+    gradients: list[torch.Tensor | None] = [None] * len(like)
+    if len(message.slots) != len(message.tensors):
+        raise MalformedMessage(f"{len(message.slots)} slots but {len(message.tensors)} gradients")
+    for slot, index in zip(message.slots, message.tensors, strict=True):
+        if slot >= len(like) or index >= len(decoder.tensors):
+            raise MalformedMessage(f"slot {slot} with tensor {index} does not exist: there are {len(like)}")
+        gradient = decoder.tensors[index]
+        shape, device = like[slot]
+        if gradient.shape != shape:
+            raise MalformedMessage(
+                f"a gradient of shape {tuple(gradient.shape)} for a tensor of shape {tuple(shape)}"
+            )
+        gradients[slot] = gradient.to(device)
+    return gradients
+
+

@@ -1,0 +1,169 @@
+"""One graph task of PyTorch's engine: what it has asked of other nodes, and what it waits for.
+
+`backward()` on this node is one graph task; so is each run on behalf of another node. A pass is all the
+graph tasks, on all nodes, that one backward() sets off.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.autograd.ids import ContextId, MessageId
+from gradwire.autograd.records import Gradients, Received
+from gradwire.transport.base import Pending
+
+if TYPE_CHECKING:
+    from gradwire.autograd.participant import Participant
+
+__all__ = ["Propagation", "Run", "Task", "current_task", "find_task", "running"]
+
+_RUN_KEY = "gradwire.run"
+
+
+@dataclass(slots=True)
+class Run:
+    """A backward that gradwire itself started: on behalf of another node, or for a context."""
+
+    participant: Participant
+    pass_id: MessageId
+    asker: int | None
+    """The node that asked. Contributions to its messages go into the reply."""
+    collect_leaves: bool
+    collect_into: ContextId | None
+    create_graph: bool = False
+    retain_graph: bool = True
+    """For a run on behalf of another node: the graph is kept until that node lets go of it."""
+    contributions: list[tuple[MessageId, Gradients]] = field(default_factory=list)
+
+
+@contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Tells the nodes that run inside about the run: torch carries such objects to its engine's threads."""
+    before = torch._C._get_obj_in_tls(_RUN_KEY) if torch._C._is_key_in_tls(_RUN_KEY) else None
+    torch._C._stash_obj_in_tls(_RUN_KEY, run)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_RUN_KEY, before)
+
+
+def current_run() -> Run | None:
+    if not torch._C._is_key_in_tls(_RUN_KEY):
+        return None
+    run: Run | None = torch._C._get_obj_in_tls(_RUN_KEY)
+    return run
+
+
+class Propagation:
+    """Gradients on their way to the node that sent the tensors, and what comes back."""
+
+    def __init__(self, pending: Pending, deliver: Callable[[Any], None], what: str) -> None:
+        self._pending = pending
+        self._deliver: Callable[[Any], None] | None = deliver
+        self._lock = threading.Lock()
+        self.what = what
+
+    def wait(self) -> None:
+        """Returns when everything that it set off is done and its contributions are in the mailboxes."""
+        try:
+            received = self._pending.result()
+        except BaseException as error:
+            if not self._pending.done():
+                self._pending.cancel()
+            error.add_note(f"while propagating gradients to {self.what}")
+            raise
+        with self._lock:
+            if self._deliver is not None:
+                deliver, self._deliver = self._deliver, None
+                deliver(received)
+
+    def cancel(self) -> None:
+        self._pending.cancel()
+
+
+class Task:
+    """One graph task. Kept alive by the callback that the engine runs at its end."""
+
+    def __init__(self, id: int, run: Run | None, all_leaves_wanted: Callable[[], bool]) -> None:
+        self.id = id
+        self.run = run
+        self.collect_leaves = run.collect_leaves if run is not None else all_leaves_wanted()
+        self.create_graph = torch.is_grad_enabled()
+        keeps: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+        self.retain_graph = run.retain_graph if run is not None else keeps()
+        self._pass_id = run.pass_id if run is not None else None
+        self._sent: list[tuple[Received, Propagation]] = []
+        self._finished = False
+
+    def pass_id(self, participant: Participant) -> MessageId:
+        if self._pass_id is None:
+            self._pass_id = participant.new_id()
+        return self._pass_id
+
+    def is_in_pass(self, pass_id: MessageId) -> bool:
+        return self._pass_id == pass_id
+
+    def dispatch(self, received: Received, gradients: Gradients) -> None:
+        """Sends gradients on their way, without waiting."""
+        run = self.run
+        if run is not None and received.are_arguments and received.source.node == run.asker:
+            run.contributions.append((received.source, gradients))
+            return
+        propagation = received.participant.propagate(received, gradients, self)
+        self._sent.append((received, propagation))
+        for sent in received.depends_on:
+            sent.await_reply(self.id, propagation)
+
+    def finish(self) -> None:
+        """At the end of the graph task: waits for all replies. What it raises reaches the user."""
+        try:
+            with torch.set_grad_enabled(self.create_graph):
+                for _, propagation in self._sent:
+                    propagation.wait()
+        except BaseException:
+            self.abandon()
+            raise
+        self._finished = True
+        self._forget()
+
+    def abandon(self) -> None:
+        """The graph task failed: nobody wants the replies."""
+        self._finished = True
+        for _, propagation in self._sent:
+            propagation.cancel()
+        self._forget()
+
+    def _forget(self) -> None:
+        for received, _ in self._sent:
+            for sent in received.depends_on:
+                sent.forget(self.id)
+        self._sent.clear()
+
+    def __del__(self) -> None:
+        # The engine drops the callbacks of a graph task in which a node raised.
+        if not self._finished:
+            self.abandon()
+
+
+_tasks: weakref.WeakValueDictionary[int, Task] = weakref.WeakValueDictionary()
+
+
+def current_task(all_leaves_wanted: Callable[[], bool]) -> Task:
+    """The graph task that runs now, for a recv node in it."""
+    id = torch._C._current_graph_task_id()
+    task = _tasks.get(id)
+    if task is None:
+        task = _tasks[id] = Task(id, current_run(), all_leaves_wanted)
+        torch.autograd.Variable._execution_engine.queue_callback(task.finish)  # type: ignore[attr-defined]
+    return task
+
+
+def find_task(id: int) -> Task | None:
+    return _tasks.get(id)

@@ -1,0 +1,166 @@
+"""What a node remembers of tensors that crossed to or from another one.
+
+Sending arguments leaves a `SentArguments` here and a `Received` there; sending results leaves a
+`SentResults` there and a `Received` here. Gradients flow from Received to Sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradwire.autograd.ids import ContextId, MessageId
+from gradwire.transport.base import Link
+
+if TYPE_CHECKING:
+    from gradwire.autograd.participant import Participant
+    from gradwire.autograd.passes import Propagation
+
+__all__ = ["Gradients", "Received", "Releases", "SentArguments", "SentResults", "add_gradients"]
+
+Gradients = Sequence[torch.Tensor | None]
+"""A gradient, or none, for each tensor of a message that requires grad."""
+
+
+def add_gradients(total: list[torch.Tensor | None], more: Gradients) -> None:
+    """Adds to a running sum. Never in place: gradients may share memory with one another."""
+    for slot, gradient in enumerate(more):
+        if gradient is not None:
+            so_far = total[slot]
+            total[slot] = gradient if so_far is None else so_far + gradient
+
+
+class SentArguments:
+    """Arguments that this node sent: a mailbox for the gradients that come back."""
+
+    def __init__(self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor]) -> None:
+        self.id = id
+        self.context = context
+        self.like = [(tensor.shape, tensor.device) for tensor in tensors]
+        self.token: torch.Tensor | None = None
+        """The output of the send node. An edge to it means: depends on these arguments."""
+        self._lock = threading.Lock()
+        self._awaiting: dict[int, list[Propagation]] = {}
+        self._mail: dict[int, list[torch.Tensor | None]] = {}
+
+    @property
+    def arity(self) -> int:
+        return len(self.like)
+
+    def await_reply(self, task: int, propagation: Propagation) -> None:
+        """The send node must not run in this graph task before that reply is in."""
+        with self._lock:
+            self._awaiting.setdefault(task, []).append(propagation)
+
+    def awaiting_tasks(self) -> list[int]:
+        with self._lock:
+            return list(self._awaiting)
+
+    def put(self, task: int, gradients: Gradients) -> bool:
+        """Mail for a graph task. False if the task does not await any."""
+        with self._lock:
+            if task not in self._awaiting:
+                return False
+            add_gradients(self._mail.setdefault(task, [None] * self.arity), gradients)
+            return True
+
+    def collect(self, task: int) -> Gradients:
+        """Waits for the replies that may bring mail for a graph task, and takes the mail."""
+        with self._lock:
+            awaited = self._awaiting.get(task, [])
+        for propagation in awaited:
+            propagation.wait()
+        return self.forget(task)
+
+    def forget(self, task: int) -> Gradients:
+        """Takes what has come for a graph task, which will ask no more."""
+        with self._lock:
+            self._awaiting.pop(task, None)
+            return self._mail.pop(task, [None] * self.arity)
+
+
+class SentResults:
+    """Results that this node sent: where a backward that comes back starts."""
+
+    def __init__(self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor], function: str) -> None:
+        self.id = id
+        self.context = context
+        # Keeps the graph alive until the receiver releases it.
+        self.tensors = list(tensors)
+        self.function = function
+
+    @property
+    def like(self) -> list[tuple[torch.Size, torch.device]]:
+        return [(tensor.shape, tensor.device) for tensor in self.tensors]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
+
+
+class Releases:
+    """Messages of one other node that nothing here refers to any more, to be told to it.
+
+    They ride on the next message that goes there. `append` is called by destructors, at any moment and
+    in any thread, so it does nothing but append.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[MessageId] = deque()
+        self.append = self._waiting.append
+
+    def take(self, at_most: int = 1000) -> list[MessageId]:
+        taken: list[MessageId] = []
+        while len(taken) < at_most:
+            try:
+                taken.append(self._waiting.popleft())
+            except IndexError:
+                break
+        return taken
+
+
+class Received:
+    """Tensors that came from another node: where their gradients go.
+
+    Lives as long as the recv node does. When that goes, the sender may let go, too.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        source: MessageId,
+        context: ContextId,
+        *,
+        link: Link | None,
+        releases: Releases | None,
+        are_arguments: bool,
+        what: str,
+        arity: int,
+        depends_on: Sequence[SentArguments] = (),
+        foreign: Sequence[MessageId] = (),
+    ) -> None:
+        self.participant = participant
+        self.source = source
+        self.context = context
+        self.link = link
+        self.are_arguments = are_arguments
+        self.what = what
+        """For people: which call's arguments or results."""
+        self.arity = arity
+        self.depends_on = depends_on
+        """Arguments that this node sent, which the tensors reach."""
+        self.foreign = foreign
+        """Messages of third nodes, which the tensors reach."""
+        self._releases = releases
+
+    def released(self) -> None:
+        """The sender has let go already."""
+        self._releases = None
+
+    def __del__(self) -> None:
+        if self._releases is not None:
+            self._releases.append(self.source)

@@ -1,0 +1,227 @@
+"""Two workers, a few calls: ``python examples/demo.py``, or ``make demo``.
+
+Starts two daemons on free ports of this machine, calls functions on them and shows what came back. With
+GRADWIRE_WORKERS="host-a:50051,host-b:50051" it uses two that run already and serve demo_functions.
+
+Exits with 1 if any result is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.text import Text
+
+import gradwire as gw
+
+START_SECONDS = 120.0
+"""What a worker gets to start. Loading torch from a cold disk takes a while."""
+
+console = Console(highlight=False)
+failures: list[str] = []
+
+
+# -- two workers
+
+
+@contextmanager
+def two_workers() -> Iterator[tuple[str, str]]:
+    """The addresses of two workers that serve demo_functions."""
+    given = [address.strip() for address in os.environ.get("GRADWIRE_WORKERS", "").split(",")]
+    if any(given):
+        if len(given) != 2:
+            sys.exit(f"GRADWIRE_WORKERS needs two addresses with a comma between, not {','.join(given)!r}")
+        yield given[0], given[1]
+        return
+
+    daemons: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+    try:
+        # Both are started before the first is waited for: they load torch at the same time.
+        for name in ("alice", "bob"):
+            log = tempfile.TemporaryFile()
+            daemons.append((start(name, log), log))
+        with console.status("starting two workers"):
+            first, second = (wait_until_ready(process, log) for process, log in daemons)
+        yield first, second
+    finally:
+        for process, _ in daemons:
+            process.terminate()
+        for process, log in daemons:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            log.close()
+
+
+def start(name: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """``gradwire-server serve demo_functions`` on a free port, with its log in a file."""
+    command = ["serve", "demo_functions", "--bind", "127.0.0.1:0", "--name", name, "--log-format", "json"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "gradwire_server.cli", *command],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.DEVNULL,
+        stderr=log,
+    )
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+    """The address in the daemon's ready line."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        # The position is read before: a daemon that ended has written all that it will write.
+        ended = process.poll() is not None
+        text = os.pread(log.fileno(), 1 << 20, 0).decode()
+        for line in text.splitlines(keepends=True):
+            if line.startswith("{") and line.endswith("\n"):
+                event = json.loads(line)
+                if event.get("event") == "ready":
+                    return str(event["addresses"][0])
+        if ended:
+            sys.exit(f"a worker did not start:\n{text}")
+        time.sleep(0.02)
+    sys.exit(f"a worker was not ready after {START_SECONDS:g} s")
+
+
+# -- showing
+
+
+def title(text: str) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def show(code: str, result: str = "") -> None:
+    highlighted = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(code)
+    highlighted.rstrip()
+    console.print(Text.assemble(("  >>> ", "dim"), highlighted))
+    for line in result.splitlines():
+        console.print(f"      {line}", markup=False)
+
+
+def check(right: bool, what: str) -> None:
+    if right:
+        console.print(f"  [green]✓[/green] {what}")
+    else:
+        console.print(f"  [red]✗ {what}[/red]")
+        failures.append(what)
+
+
+# -- the tour
+
+
+def plain_calls(alice: gw.RemoteWorker) -> None:
+    title("A function in another process")
+    greeting = alice.hello("world")
+    show('alice.hello("world")', repr(greeting))
+    check(
+        greeting.startswith("hello world") and str(os.getpid()) not in greeting, "answered by another process"
+    )
+
+
+def tensors(alice: gw.RemoteWorker) -> None:
+    title("Tensors go and come back")
+    x = torch.arange(12.0).reshape(4, 3)
+    reply = alice.standardize(x)
+    show('alice.standardize(x)["result"]', str(reply["result"]))
+    expected = (x - x.mean(dim=0)) / x.std(dim=0)
+    check(torch.equal(reply["result"], expected), "bit for bit what this process computes")
+
+
+def nested(alice: gw.RemoteWorker, bob: gw.RemoteWorker) -> None:
+    title("Workers call each other")
+    hops = alice.count_down(5, alice.target, bob.target)
+    show("alice.count_down(5, alice.target, bob.target)", str(hops))
+    check(len(hops) == 6 and len(set(hops)) == 2, "six hops, back and forth between two processes")
+
+
+def fan_out(alice: gw.RemoteWorker, bob: gw.RemoteWorker) -> None:
+    title("Many calls at once")
+    started = time.perf_counter()
+    futures = [worker.call_async("nap", 0.25) for worker in (alice, bob) for _ in range(10)]
+    results = [future.result(30) for future in futures]
+    took = time.perf_counter() - started
+    show(
+        '[w.call_async("nap", 0.25) for w in (alice, bob) for _ in range(10)]', f"20 results in {took:.2f} s"
+    )
+    check(
+        results == [0.25] * 20 and took < 2.5, "20 naps of 0.25 s side by side, not 5 s one after the other"
+    )
+
+
+def errors(bob: gw.RemoteWorker) -> None:
+    title("An error there is an error here")
+    show("bob.mean_of([])")
+    try:
+        bob.mean_of([])
+    except ValueError as error:
+        assert isinstance(error, gw.RemoteError)
+        shown = Text(f"{error.remote_traceback.rstrip()}", style="dim")
+        console.print(Panel(shown, title=f"[red]{error}[/red]", title_align="left", border_style="red"))
+        check(
+            "demo_functions.py" in error.remote_traceback,
+            "caught with `except ValueError`, with its traceback",
+        )
+    else:
+        check(False, "bob.mean_of([]) should have raised")
+
+
+def large(alice: gw.RemoteWorker) -> None:
+    title("A large tensor")
+    x = torch.rand(16_000_000)
+    megabytes = x.numel() * x.element_size() / 1e6
+    best = float("inf")
+    same = True
+    # The first time pays for fresh memory at both ends.
+    for _ in range(3):
+        started = time.perf_counter()
+        back = alice.echo(x)
+        best = min(best, time.perf_counter() - started)
+        same = same and torch.equal(back, x)
+    rate = 2 * megabytes / best
+    show(
+        "alice.echo(torch.rand(16_000_000))",
+        f"{megabytes:.0f} MB there and back in {best:.2f} s: {rate:,.0f} MB/s",
+    )
+    check(same, "came back bit for bit")
+
+
+def main() -> int:
+    # Ended from outside, it still ends its workers.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with two_workers() as (first, second):
+        with gw.connect(first, connect_timeout=60) as alice, gw.connect(second, connect_timeout=60) as bob:
+            for worker in (alice, bob):
+                served = ", ".join(function.name for function in worker.functions())
+                console.print(f"[bold cyan]{worker.name}[/bold cyan] at {worker.target} serves {served}")
+            plain_calls(alice)
+            tensors(alice)
+            nested(alice, bob)
+            fan_out(alice, bob)
+            errors(bob)
+            large(alice)
+    console.print()
+    if failures:
+        console.print(f"[bold red]{len(failures)} results were wrong[/bold red]")
+        return 1
+    console.print("[bold green]All results were right.[/bold green]")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

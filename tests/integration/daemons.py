@@ -1,0 +1,133 @@
+"""Real daemons for tests: started as processes, waited for by what they say, never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DEADLINE", "Daemon", "run", "server_command"]
+
+DEADLINE = 60.0
+"""Seconds after which what should have happened counts as never happening. Loading torch takes a few."""
+
+
+def server_command(*args: str) -> list[str]:
+    """The command line of ``gradwire-server`` with the interpreter that runs the tests."""
+    return [sys.executable, "-m", "gradwire_server.cli", *args]
+
+
+def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+    # A developer's own settings must not reach into the tests.
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("GRADWIRE_")}
+    return {**clean, **(extra or {})}
+
+
+def run(
+    command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end and gives back its exit code and what it wrote."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=_environment(env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+
+
+class Daemon:
+    """A ``gradwire-server serve`` process and the lines that it logs."""
+
+    def __init__(self, args: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> None:
+        self.lines: list[dict[str, Any]] = []
+        """What it logged so far: JSON lines, parsed."""
+        self.ready: dict[str, Any] = {}
+        """The ready line."""
+        self._ended = False
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            server_command("serve", *args, "--log-format", "json"),
+            cwd=cwd,
+            env=_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="daemon-log", daemon=True)
+        self._reader.start()
+
+    @property
+    def address(self) -> str:
+        """The first address that it listens on."""
+        return str(self.ready["addresses"][0])
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for text in self.process.stderr:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = {"not_json": text.rstrip()}
+            with self._changed:
+                self.lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool] | str) -> dict[str, Any]:
+        """The first line that fits, or that has this ``event``, as soon as it is there."""
+        if isinstance(wanted, str):
+            event = wanted
+
+            def fits(line: dict[str, Any]) -> bool:
+                return line.get("event") == event
+        else:
+            fits = wanted
+        end = time.monotonic() + DEADLINE
+        with self._changed:
+            while True:
+                for line in self.lines:
+                    if fits(line):
+                        return line
+                if self._ended or not self._changed.wait(end - time.monotonic()):
+                    why = "ended" if self._ended else "timed out"
+                    raise AssertionError(f"{why} waiting for {wanted!r}; the daemon logged {self.lines}")
+
+    def wait_until_ready(self) -> Daemon:
+        """Returns once it serves."""
+        self.ready = self.wait_for("ready")
+        return self
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code, once it and its log have ended."""
+        code = self.process.wait(DEADLINE)
+        self._reader.join(DEADLINE)
+        return code
+
+    def stop(self) -> None:
+        """Ends it in any case, and releases what it used."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()

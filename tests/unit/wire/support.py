@@ -1,0 +1,49 @@
+"""Sending values through real bytes, and comparing what arrives bit for bit."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+
+from gradwire.proto.v1 import tensor_pb2, value_pb2
+from gradwire.wire import Decoder, Encoder, Limits, TypeRegistry
+from gradwire.wire.memory import as_carrier
+
+torch.set_num_threads(1)
+
+MODES = {"inline": None, "attached": 0}
+
+
+def encode(
+    obj: object, attach_from: int | None = None, types: TypeRegistry | None = None
+) -> tuple[bytes, bytes, list[numpy.ndarray]]:
+    encoder = Encoder(attach_from=attach_from, types=types)
+    value = encoder.value(obj, "obj")
+    table, attachments = encoder.finish()
+    return (
+        value.SerializeToString(),
+        table.SerializeToString(),
+        [numpy.array(attachment.view) for attachment in attachments],
+    )
+
+
+def decode(value: bytes, table: bytes, attachments=(), **options) -> object:
+    decoder = Decoder(tensor_pb2.TensorTable.FromString(table), attachments, **options)
+    return decoder.value(value_pb2.Value.FromString(value))
+
+
+def round_trip(obj: object, attach_from: int | None = None, types: TypeRegistry | None = None) -> object:
+    return decode(*encode(obj, attach_from, types), types=types, limits=Limits())
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The elements in row-major order, as they lie in memory."""
+    return as_carrier(tensor.detach()).contiguous().numpy().tobytes()
+
+
+def assert_same_bits(arrived: torch.Tensor, sent: torch.Tensor) -> None:
+    assert type(arrived) is torch.Tensor
+    assert arrived.dtype == sent.dtype
+    assert arrived.shape == sent.shape
+    assert arrived.layout == sent.layout
+    assert bits(arrived) == bits(sent)
