@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import torch
 from rich.console import Console
@@ -48,45 +48,39 @@ def two_workers() -> Iterator[tuple[str, str]]:
         yield given[0], given[1]
         return
 
-    daemons: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
-    try:
-        # Both are started before the first is waited for: they load torch at the same time.
-        for name in ("alice", "bob"):
-            log = tempfile.TemporaryFile()
-            daemons.append((start(name, log), log))
-        with console.status("starting two workers"):
-            first, second = (wait_until_ready(process, log) for process, log in daemons)
-        yield first, second
-    finally:
-        for process, _ in daemons:
-            process.terminate()
-        for process, log in daemons:
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            log.close()
+    daemons: list[tuple[subprocess.Popen[bytes], Path]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            # Both are started before the first is waited for: they load torch at the same time.
+            for name in ("alice", "bob"):
+                log = Path(folder, f"{name}.log")
+                daemons.append((start(name, log), log))
+            with console.status("starting two workers"):
+                first, second = (wait_until_ready(process, log) for process, log in daemons)
+            yield first, second
+        finally:
+            stop([process for process, _ in daemons])
 
 
-def start(name: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def start(name: str, log: Path) -> subprocess.Popen[bytes]:
     """``gradwire-server serve demo_functions`` on a free port, with its log in a file."""
-    command = ["serve", "demo_functions", "--bind", "127.0.0.1:0", "--name", name, "--log-format", "json"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "gradwire_server.cli", *command],
-        cwd=Path(__file__).parent,
-        stdin=subprocess.DEVNULL,
-        stderr=log,
-    )
+    args = ["serve", "demo_functions", "--bind", "127.0.0.1:0", "--name", name, "--log-format", "json"]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "gradwire_server.cli", *args],
+            cwd=Path(__file__).parent,
+            stdin=subprocess.DEVNULL,
+            stderr=file,
+        )
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     """The address in the daemon's ready line."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
-        # The position is read before: a daemon that ended has written all that it will write.
+        # Asked before reading: a daemon that has ended by now has written all that it will write.
         ended = process.poll() is not None
-        text = os.pread(log.fileno(), 1 << 20, 0).decode()
+        text = log.read_text()
         for line in text.splitlines(keepends=True):
             if line.startswith("{") and line.endswith("\n"):
                 event = json.loads(line)
@@ -96,6 +90,18 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
             sys.exit(f"a worker did not start:\n{text}")
         time.sleep(0.02)
     sys.exit(f"a worker was not ready after {START_SECONDS:g} s")
+
+
+def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Asks them to end, and ends those that do not."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 # -- showing
@@ -129,9 +135,8 @@ def plain_calls(alice: gw.RemoteWorker) -> None:
     title("A function in another process")
     greeting = alice.hello("world")
     show('alice.hello("world")', repr(greeting))
-    check(
-        greeting.startswith("hello world") and str(os.getpid()) not in greeting, "answered by another process"
-    )
+    here = f"{socket.gethostname()}:{os.getpid()}"
+    check(greeting.startswith("hello world, this is ") and here not in greeting, "ran in another process")
 
 
 def tensors(alice: gw.RemoteWorker) -> None:
@@ -145,9 +150,9 @@ def tensors(alice: gw.RemoteWorker) -> None:
 
 def nested(alice: gw.RemoteWorker, bob: gw.RemoteWorker) -> None:
     title("Workers call each other")
-    hops = alice.count_down(5, alice.target, bob.target)
-    show("alice.count_down(5, alice.target, bob.target)", str(hops))
-    check(len(hops) == 6 and len(set(hops)) == 2, "six hops, back and forth between two processes")
+    hops = alice.bounce(6, alice.target, bob.target)
+    show("alice.bounce(6, alice.target, bob.target)", ",\n ".join(str(hops).split(", ")[:2]) + ", ...")
+    check(hops == hops[:2] * 3 and hops[0] != hops[1], "six hops, back and forth between two processes")
 
 
 def fan_out(alice: gw.RemoteWorker, bob: gw.RemoteWorker) -> None:
@@ -170,8 +175,8 @@ def errors(bob: gw.RemoteWorker) -> None:
     try:
         bob.mean_of([])
     except ValueError as error:
-        assert isinstance(error, gw.RemoteError)
-        shown = Text(f"{error.remote_traceback.rstrip()}", style="dim")
+        traceback = error.remote_traceback if isinstance(error, gw.RemoteError) else "none"
+        shown = Text(traceback.rstrip(), style="dim")
         console.print(Panel(shown, title=f"[red]{error}[/red]", title_align="left", border_style="red"))
         check(
             "demo_functions.py" in error.remote_traceback,
@@ -207,8 +212,9 @@ def main() -> int:
     with two_workers() as (first, second):
         with gw.connect(first, connect_timeout=60) as alice, gw.connect(second, connect_timeout=60) as bob:
             for worker in (alice, bob):
-                served = ", ".join(function.name for function in worker.functions())
-                console.print(f"[bold cyan]{worker.name}[/bold cyan] at {worker.target} serves {served}")
+                console.print(f"[bold cyan]{worker.name}[/bold cyan] at {worker.target}")
+            served = ", ".join(function.name for function in alice.functions())
+            console.print(f"[dim]each serves {served}[/dim]")
             plain_calls(alice)
             tensors(alice)
             nested(alice, bob)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import torch
@@ -11,10 +12,15 @@ import gradwire as gw
 import gradwire_server as gws
 
 
+def _here() -> str:
+    # The host belongs to it: in containers every worker may be process 1.
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
 @gws.expose
 def hello(who: str) -> str:
     """Greets, and says in which process."""
-    return f"hello {who}, this is process {os.getpid()}"
+    return f"hello {who}, this is {_here()}"
 
 
 @gws.expose
@@ -25,14 +31,11 @@ def standardize(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @gws.expose
-def count_down(n: int, here: str, there: str) -> list[int]:
-    """Counts down from n. The worker at `there` is asked to go on, and asks the one at `here` in turn.
-
-    Each hop returns the id of its process first.
-    """
-    if n == 0:
-        return [os.getpid()]
-    return [os.getpid(), *gw.connect(there).call("count_down", n - 1, there, here)]
+def bounce(hops: int, here: str, there: str) -> list[str]:
+    """Asks the worker at `there` to go on, which asks the one at `here` in turn; returns where each hop ran."""
+    if hops == 1:
+        return [_here()]
+    return [_here(), *gw.connect(there).bounce(hops - 1, there, here)]
 
 
 @gws.expose

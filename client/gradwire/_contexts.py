@@ -103,7 +103,7 @@ def context() -> Context:
     tensor([3., 3.]) None
     """
     node = current_node()
-    return Context(node, ContextId(node.identity.node, node.participant.new_id().count))
+    return Context(node, ContextId(node.identity.node, node.participant.new_id().number))
 
 
 def current_context() -> Context:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwire._node import Node
     from gradwire.autograd.ids import ContextId
-    from gradwire.transport import Exchange
+    from gradwire.transport.base import Exchange
 
 __all__ = [
     "Scope",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -167,12 +166,12 @@ def connect(target: str, *, connect_timeout: float = ..., lost_after: float = ..
 
 @overload
 def connect(
-    target: Sequence[str], *, connect_timeout: float = ..., lost_after: float = ...
+    target: list[str] | tuple[str, ...], *, connect_timeout: float = ..., lost_after: float = ...
 ) -> list[RemoteWorker]: ...
 
 
 def connect(
-    target: str | Sequence[str],
+    target: str | list[str] | tuple[str, ...],
     *,
     connect_timeout: float = LinkSettings.connect_timeout,
     lost_after: float = LinkSettings.lost_after,

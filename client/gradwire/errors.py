@@ -179,7 +179,7 @@ class RemoteError(GradwireError):
         """Rebuilds what was raised. `types`: qualified names of its type and bases, nearest first."""
         remote_type = types[0] if types else "Exception"
         short_name = remote_type.removeprefix("builtins.")
-        error = _remote_error_type(_nearest_builtin(tuple(types)))(
+        error = _remote_error_type(tuple(types))(
             f"{short_name}: {message}" if message else short_name, worker=worker
         )
         error.remote_type = remote_type
@@ -194,7 +194,6 @@ class RemoteError(GradwireError):
 _NOT_IMITATED = (StopIteration, StopAsyncIteration, GeneratorExit, BaseExceptionGroup)
 
 
-@lru_cache
 def _nearest_builtin(types: tuple[str, ...]) -> type[Exception]:
     for name in types:
         builtin = getattr(builtins, name.removeprefix("builtins."), None) if "." in name else None
@@ -208,8 +207,8 @@ def _nearest_builtin(types: tuple[str, ...]) -> type[Exception]:
 
 
 @lru_cache
-def _remote_error_type(builtin: type[Exception]) -> type[RemoteError]:
+def _remote_error_type(types: tuple[str, ...]) -> type[RemoteError]:
+    builtin = _nearest_builtin(types)
     if builtin is Exception:
         return RemoteError
-
     return type(f"Remote{builtin.__name__}", (RemoteError, builtin), {"__module__": __name__})

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, overload
 from gradwire.errors import UnknownFunction, WrongArguments
 from gradwire.proto.v1 import describe_pb2
 from gradwire.wire import TypeRegistry
-
 from gradwire_server.errors import NothingExposed
 
 __all__ = ["Registry", "Served", "expose", "exposed_in"]
@@ -60,7 +59,7 @@ def expose(value: Any = None, /, *, name: str | None = None) -> Any:
 def _expose(value: T, name: str | None, module: str) -> T:
     name = name or getattr(value, "__name__", None)
     if name is None:
-        raise TypeError(f"an object of type {type(value).__name__} is exposed by a name: expose(obj, name=...)")
+        raise TypeError(f"a {type(value).__name__} is exposed under a name: expose(obj, name=...)")
     if not all(part.isidentifier() for part in name.split(".")) or name.startswith("_"):
         raise ValueError(f"{name!r} cannot be exposed: a name is made of letters, digits, _ and dots")
     _exposed[id(value)] = _Exposed(value, name, module)
@@ -69,11 +68,7 @@ def _expose(value: T, name: str | None, module: str) -> T:
 
 def exposed_in(module: ModuleType) -> list[tuple[str, object]]:
     """What a module exposes, and what it imported that was exposed elsewhere."""
-    found = {
-        id(entry.value): entry
-        for entry in _exposed.values()
-        if entry.module == module.__name__
-    }
+    found = {id(entry.value): entry for entry in _exposed.values() if entry.module == module.__name__}
     for value in vars(module).values():
         entry = _exposed.get(id(value))
         if entry is not None and entry.value is value:
@@ -146,7 +141,7 @@ class Registry:
             self._type_names.append((name, value))
             return
         if not callable(value):
-            raise TypeError(f"{name} is a {type(value).__name__}, which cannot be called and so not be served")
+            raise TypeError(f"{name} is a {type(value).__name__}, which cannot be called, so not served")
         known = self._served.get(name)
         if known is not None and known.value is not value:
             raise ValueError(f"two different things are exposed as {name!r}; give one another name=")

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
+
 from gradwire import __version__, wire
 from gradwire._node import Node
 from gradwire._scope import current_scope, entered
@@ -17,7 +18,6 @@ from gradwire.autograd import ContextId, MessageId, applied_modes, message_ids, 
 from gradwire.errors import Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.transport import Exchange, faults
-
 from gradwire_server.execution import Slots
 from gradwire_server.registry import Registry
 
@@ -116,4 +116,3 @@ class Servicer:
             devices=["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))],
         )
         exchange.reply(reply.SerializeToString())
-

@@ -11,44 +11,44 @@ __all__ = ["ContextId", "MessageId", "message_ids", "message_protos"]
 
 
 class ContextId(NamedTuple):
-    """A context: the node that opened it, and that node's count. Count 0 is the node's ambient context."""
+    """A context: the node that opened it, and that node's number for it. 0 is the node's ambient context."""
 
     node: int
-    count: int
+    number: int
 
     @classmethod
     def parse(cls, message: autograd_pb2.ContextId) -> ContextId:
-        return cls(message.node, message.count)
+        return cls(message.node, message.number)
 
     @property
     def proto(self) -> autograd_pb2.ContextId:
-        return autograd_pb2.ContextId(node=self.node, count=self.count)
+        return autograd_pb2.ContextId(node=self.node, number=self.number)
 
     def __str__(self) -> str:
-        return f"{self.node:016x}:{self.count}"
+        return f"{self.node:016x}:{self.number}"
 
 
 class MessageId(NamedTuple):
-    """One sending of tensors that require grad, or one pass: the node, and that node's count."""
+    """One sending of tensors that require grad, or one pass: the node, and that node's number for it."""
 
     node: int
-    count: int
+    number: int
 
     @classmethod
     def parse(cls, message: autograd_pb2.MessageId) -> MessageId:
-        return cls(message.node, message.count)
+        return cls(message.node, message.number)
 
     @property
     def proto(self) -> autograd_pb2.MessageId:
-        return autograd_pb2.MessageId(node=self.node, count=self.count)
+        return autograd_pb2.MessageId(node=self.node, number=self.number)
 
     def __str__(self) -> str:
-        return f"{self.node:016x}:{self.count}"
+        return f"{self.node:016x}:{self.number}"
 
 
 def message_ids(messages: Iterable[autograd_pb2.MessageId]) -> list[MessageId]:
-    return [MessageId(message.node, message.count) for message in messages]
+    return [MessageId(message.node, message.number) for message in messages]
 
 
 def message_protos(ids: Iterable[MessageId]) -> list[autograd_pb2.MessageId]:
-    return [autograd_pb2.MessageId(node=id.node, count=id.count) for id in ids]
+    return [autograd_pb2.MessageId(node=id.node, number=id.number) for id in ids]

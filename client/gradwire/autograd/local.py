@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -51,7 +52,7 @@ def backward_to_leaves(
     try:
         with running(run):
             found = torch.autograd.grad(
-                roots,
+                roots,  # type: ignore[arg-type] # tensors and edges mix
                 [GradientEdge(node, 0) for node in leaves],
                 gradients,
                 retain_graph=run.retain_graph,
@@ -64,7 +65,7 @@ def backward_to_leaves(
     if not run.collect_leaves:
         return
     for node, gradient in zip(leaves, found, strict=True):
-        leaf = node.variable  # type: ignore[attr-defined]
+        leaf = node.variable
         if gradient is not None and leaf is not ANCHOR:
             collect(leaf, gradient.detach())
 
@@ -78,7 +79,9 @@ def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:
     if failed is None:
         return
     for node in nodes_from(roots):
-        lines = node.metadata.get("traceback_") if node.name() == failed.group(1) else None
+        # torch declares metadata as a method; it is a dict.
+        metadata: Any = node.metadata
+        lines = metadata.get("traceback_") if node.name() == failed.group(1) else None
         if lines:
             error.add_note(f"Traceback of the forward call that caused the error:\n{''.join(lines)}")
             return

@@ -88,4 +88,4 @@ def received_of(node: object) -> Received | None:
     return getattr(node, "received", None) if isinstance(node, _RECV_NODE) else None
 
 
-_RECV_NODE: type = RecvRpc._backward_cls  # type: ignore[attr-defined]
+_RECV_NODE: type = RecvRpc._backward_cls

@@ -65,7 +65,7 @@ class Participant:
         request.released.extend(message_protos(self.releases_to(link).take()))
         if torch.is_grad_enabled():
             sent = self._send(tensors, context)
-            if context.count:
+            if context.number:
                 self.store.get(context).involved.add(link)
             if sent is not None:
                 request.autograd.message.CopyFrom(sent.id.proto)
@@ -313,5 +313,3 @@ def decode_gradients(
             )
         gradients[slot] = gradient.to(device)
     return gradients
-
-

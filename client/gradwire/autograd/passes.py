@@ -161,7 +161,7 @@ def current_task(all_leaves_wanted: Callable[[], bool]) -> Task:
     task = _tasks.get(id)
     if task is None:
         task = _tasks[id] = Task(id, current_run(), all_leaves_wanted)
-        torch.autograd.Variable._execution_engine.queue_callback(task.finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(task.finish)
     return task
 
 

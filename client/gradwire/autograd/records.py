@@ -86,7 +86,9 @@ class SentArguments:
 class SentResults:
     """Results that this node sent: where a backward that comes back starts."""
 
-    def __init__(self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor], function: str) -> None:
+    def __init__(
+        self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor], function: str
+    ) -> None:
         self.id = id
         self.context = context
         # Keeps the graph alive until the receiver releases it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -84,8 +85,8 @@ def _run(
     participant: Participant,
     run: Run,
     context: ContextId,
-    roots: list[Root] | list[torch.Tensor],
-    gradients: list[torch.Tensor],
+    roots: Sequence[Root],
+    gradients: Sequence[torch.Tensor],
 ) -> None:
     if not roots:
         return
@@ -111,8 +112,12 @@ def _to_arguments(
             return
     if sent.token is None or sent.token.grad_fn is None:
         return
-    edges = [GradientEdge(node, slot) for node, slot in sent.token.grad_fn.next_functions]
-    wanted = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if grad is not None]
+    inputs = zip(sent.token.grad_fn.next_functions, gradients, strict=True)
+    wanted = [
+        (GradientEdge(node, slot), gradient)
+        for (node, slot), gradient in inputs
+        if node is not None and gradient is not None
+    ]
     _run(participant, run, context, [edge for edge, _ in wanted], [gradient for _, gradient in wanted])
 
 
@@ -135,5 +140,3 @@ def serve_cleanup(participant: Participant, exchange: Exchange) -> None:
     else:
         found = participant.end_context(ContextId.parse(request.context))
     exchange.reply(autograd_pb2.CleanupContextReply(found=found).SerializeToString())
-
-

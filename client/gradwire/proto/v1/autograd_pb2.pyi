@@ -9,20 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ContextId(_message.Message):
-    __slots__ = ("node", "count")
+    __slots__ = ("node", "number")
     NODE_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     node: int
-    count: int
-    def __init__(self, node: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, node: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class MessageId(_message.Message):
-    __slots__ = ("node", "count")
+    __slots__ = ("node", "number")
     NODE_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     node: int
-    count: int
-    def __init__(self, node: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, node: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class AutogradMetadata(_message.Message):
     __slots__ = ("context", "message", "depends_on")

@@ -1,0 +1,128 @@
+"""Two ends of a link, of each kind, for one suite over all of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from gradwire.errors import GradwireError
+from gradwire.transport import Exchange, GrpcLink, Identity, InProcessLink, Link, LinkSettings
+from gradwire.transport.channels import SERVICE, server_options
+from gradwire_server.links import Hub
+
+__all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Node", "opened"]
+
+KINDS = ("in-process", "grpc")
+SECONDS = 20.0
+"""Longer than anything here takes: what has not happened by then never will."""
+
+_node_ids = itertools.count(1)
+
+
+class Memory:
+    """An attachment. `modify` makes it one that was written to while it was sent."""
+
+    def __init__(self, content: bytes) -> None:
+        self._view = memoryview(content)
+        self._error: GradwireError | None = None
+
+    @property
+    def view(self) -> memoryview:
+        return self._view
+
+    def modify(self, error: GradwireError) -> None:
+        self._error = error
+
+    def check_unmodified(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def echo(exchange: Exchange) -> None:
+    """Answers with what came."""
+    attachments = [Memory(attachment.tobytes()) for attachment in exchange.request.attachments]
+    exchange.reply(exchange.request.body, attachments)
+
+
+@dataclass
+class Node:
+    """An end's answers, and what it was asked."""
+
+    name: str
+    answer: Callable[[Exchange], None] = echo
+    asked: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.identity = Identity(next(_node_ids), self.name)
+        self._changed = threading.Condition()
+
+    def handle(self, exchange: Exchange) -> None:
+        with self._changed:
+            self.asked.append(exchange.request.body)
+            self._changed.notify_all()
+        self.answer(exchange)
+
+    def wait_until_asked(self, times: int = 1) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.asked) >= times, SECONDS)
+
+
+@dataclass
+class Ends:
+    """Both ends of one link, and who sits there."""
+
+    left: Link
+    right: Link
+    here: Node
+    there: Node
+    hub: Hub | None = None
+
+
+@contextmanager
+def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
+    """A link of some kind. It is closed at the end."""
+    here, there = Node("here"), Node("there")
+    settings = settings or LinkSettings(connect_timeout=SECONDS, chunk_bytes=1 << 16)
+    if kind == "in-process":
+        left, right = InProcessLink.pair(
+            (here.identity, here.handle), (there.identity, there.handle), settings
+        )
+        try:
+            yield Ends(left, right, here, there)
+        finally:
+            left.close()
+            right.close()
+        return
+    with serving(there, settings) as (hub, address):
+        link = GrpcLink(address, here.identity, here.handle, settings)
+        link.connect()
+        try:
+            (right_end,) = hub.conversations
+            yield Ends(link, right_end, here, there, hub)
+        finally:
+            link.close()
+
+
+@contextmanager
+def serving(node: Node, settings: LinkSettings) -> Iterator[tuple[Hub, str]]:
+    """A gRPC server with a hub and nothing else."""
+    hub = Hub(node.identity, node.handle, settings)
+    pool = ThreadPoolExecutor(50, thread_name_prefix="gradwire-test")
+    server = grpc.server(pool, options=server_options(settings))
+    handler = grpc.stream_stream_rpc_method_handler(hub.serve)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Link": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield hub, f"127.0.0.1:{port}"
+    finally:
+        hub.close()
+        server.stop(1.0).wait(SECONDS)
+        hub.join(SECONDS)
+        pool.shutdown()

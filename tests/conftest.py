@@ -1,0 +1,80 @@
+"""For all tests: one torch thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradwire._node import reset_default_node
+
+torch.set_num_threads(1)
+
+LEFTOVER_SECONDS = 10.0
+"""How long threads, processes and sockets may take to end after a test."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails a test that leaves a thread of gradwire, a child process or a listening socket."""
+    before = _everything()
+    yield
+    reset_default_node()
+    left = _wait_until_empty(lambda: _everything() - before)
+    if left:
+        pytest.fail(f"left behind: {', '.join(sorted(map(str, left)))}", pytrace=False)
+
+
+def _wait_until_empty(look: Callable[[], set[object]]) -> set[object]:
+    give_up_at = time.monotonic() + LEFTOVER_SECONDS
+    pause = 0.001
+    while (left := look()) and time.monotonic() < give_up_at:
+        gc.collect()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return left
+
+
+def _everything() -> set[object]:
+    return {*_threads(), *_children(), *_listening()}
+
+
+def _threads() -> Iterator[object]:
+    for thread in threading.enumerate():
+        # The timers' thread serves the whole process and ends by itself.
+        if thread.name.startswith("gradwire") and thread.name != "gradwire-timers":
+            yield f"thread {thread.name} ({thread.ident})"
+
+
+def _children() -> Iterator[object]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().rpartition(")")
+        except OSError:
+            continue  # it ended meanwhile
+        if int(rest.split()[1]) == os.getpid():
+            yield f"process {name})"
+
+
+def _listening() -> Iterator[object]:
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(descriptor))
+        except OSError:
+            continue
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                yield f"listening socket {table} {fields[1]}"
+    for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "00010000" and f"socket:[{fields[6]}]" in own:
+            yield f"listening socket {fields[7] if len(fields) > 7 else 'unix'}"
