@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.panel import Panel
+from rich.pretty import pretty_repr
 from rich.syntax import Syntax
 from rich.text import Text
 
@@ -151,7 +152,7 @@ def tensors(alice: gw.RemoteWorker) -> None:
 def nested(alice: gw.RemoteWorker, bob: gw.RemoteWorker) -> None:
     title("Workers call each other")
     hops = alice.bounce(6, alice.target, bob.target)
-    show("alice.bounce(6, alice.target, bob.target)", ",\n ".join(str(hops).split(", ")[:2]) + ", ...")
+    show("alice.bounce(6, alice.target, bob.target)", pretty_repr(hops, max_width=70, max_length=3))
     check(hops == hops[:2] * 3 and hops[0] != hops[1], "six hops, back and forth between two processes")
 
 
@@ -177,7 +178,9 @@ def errors(bob: gw.RemoteWorker) -> None:
     except ValueError as error:
         traceback = error.remote_traceback if isinstance(error, gw.RemoteError) else "none"
         shown = Text(traceback.rstrip(), style="dim")
-        console.print(Panel(shown, title=f"[red]{error}[/red]", title_align="left", border_style="red"))
+        console.print(
+            Panel(shown, title=Text(str(error), style="red"), title_align="left", border_style="red")
+        )
         check(
             "demo_functions.py" in error.remote_traceback,
             "caught with `except ValueError`, with its traceback",

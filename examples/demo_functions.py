@@ -32,7 +32,7 @@ def standardize(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @gws.expose
 def bounce(hops: int, here: str, there: str) -> list[str]:
-    """Asks the worker at `there` to go on, which asks the one at `here` in turn; returns where each hop ran."""
+    """Asks the worker at `there` to go on, which asks the one at `here`; returns where each hop ran."""
     if hops == 1:
         return [_here()]
     return [_here(), *gw.connect(there).bounce(hops - 1, there, here)]

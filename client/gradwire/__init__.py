@@ -9,6 +9,7 @@ from gradwire import errors
 from gradwire._calls import CallFuture
 from gradwire._contexts import Context, context, current_context
 from gradwire._describe import FunctionInfo
+from gradwire._gradcheck import GradcheckReport, GradcheckRow, gradcheck
 from gradwire._scope import cancelled, deadline, timeout
 from gradwire._version import __version__
 from gradwire._workers import RemoteFunction, RemoteWorker, caller, connect
@@ -19,6 +20,8 @@ __all__ = [
     "CallFuture",
     "Context",
     "FunctionInfo",
+    "GradcheckReport",
+    "GradcheckRow",
     "RemoteFunction",
     "RemoteWorker",
     "__version__",
@@ -29,6 +32,7 @@ __all__ = [
     "current_context",
     "deadline",
     "errors",
+    "gradcheck",
     "register_type",
     "timeout",
     *errors.__all__,

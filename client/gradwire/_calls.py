@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from gradwire import wire
+from gradwire._devices import NO_MAP, DeviceMap
 from gradwire._node import current_context_id, current_node
 from gradwire._scope import current_scope, time_left
 from gradwire.autograd import Participant, capture_modes
@@ -70,6 +71,7 @@ def start_call(
     *,
     timeout: float | None = None,
     target: value_pb2.RemoteRef | None = None,
+    devices: DeviceMap = NO_MAP,
 ) -> CallFuture:
     """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
     left = time_left(timeout)
@@ -81,11 +83,12 @@ def start_call(
         request.args.append(encoder.value(arg, f"args[{index}]"))
     for name, arg in kwargs.items():
         request.kwargs[name].CopyFrom(encoder.value(arg, name))
+    request.devices.extend(devices.places_for(encoder.tensors, str(link.peer)))
     participant = current_node().participant
     participant.send_call(request, encoder.tensors, current_context_id(), link)
     table, attachments = encoder.finish()
     request.tensors.CopyFrom(table)
-    future = CallFuture(partial(_decode_reply, participant, link, function))
+    future = CallFuture(partial(_decode_reply, participant, link, function, devices))
     _cancel_with_caller(future)
     link.ask(
         link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
@@ -109,9 +112,12 @@ def _cancel_with_caller(future: Pending) -> None:
     future.add_done_callback(lambda _: take_back())
 
 
-def _decode_reply(participant: Participant, link: Link, function: str, received: Received) -> object:
+def _decode_reply(
+    participant: Participant, link: Link, function: str, devices: DeviceMap, received: Received
+) -> object:
     reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, received.body)
     decoder = wire.Decoder(reply.tensors, received.attachments)
+    devices.bring_back(decoder.tensors, decoder.devices, str(link.peer))
     participant.receive_reply(reply, decoder, link, f"the results of {function}")
     return decoder.value(reply.result, "result")
 

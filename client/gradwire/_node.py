@@ -100,6 +100,12 @@ class Node:
             links = self._links.get(node)
             return links[-1] if links else None
 
+    @property
+    def links(self) -> list[Link]:
+        """All links, whoever opened them."""
+        with self._lock:
+            return [link for links in self._links.values() for link in links]
+
     def met(self, link: Link) -> None:
         """A link is open. When the last one to a node ends, what was held for that node goes."""
         with self._lock:

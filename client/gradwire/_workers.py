@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
-from google.protobuf.message import DecodeError
-
-from gradwire import _calls
+from gradwire import _calls, wire
 from gradwire._calls import CallFuture
 from gradwire._describe import FunctionInfo, function_info
+from gradwire._devices import NO_MAP, Device, DeviceMap
 from gradwire._node import SharedLink, current_node
 from gradwire._scope import current_scope, time_left
-from gradwire.errors import GradwireError, LinkClosed, MalformedMessage
-from gradwire.proto.v1 import describe_pb2, link_pb2
+from gradwire.autograd import ContextId
+from gradwire.errors import GradwireError, LinkClosed
+from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.transport import Link, LinkSettings
 
 __all__ = ["RemoteFunction", "RemoteWorker", "caller", "connect"]
@@ -27,9 +28,10 @@ class RemoteWorker:
     from any thread.
     """
 
-    def __init__(self, place: SharedLink, target: str) -> None:
+    def __init__(self, place: SharedLink, target: str, devices: DeviceMap = NO_MAP) -> None:
         self._place = place
         self._target = target
+        self._devices = devices
         place.join(self)
         self._closed = False
         self._description: describe_pb2.DescribeReply | None = None
@@ -50,6 +52,12 @@ class RemoteWorker:
             raise LinkClosed(f"this handle to {self._target} was closed", worker=self._target)
         return self._place.get()
 
+    def _ready(self) -> None:
+        """Connects, and checks the device map against the worker's devices."""
+        link = self._link
+        if self._devices is not NO_MAP:
+            self._devices.check(self.describe().devices, str(link.peer))
+
     # -- calling
 
     def call(self, function: str, /, *args: object, timeout: float | None = None, **kwargs: object) -> Any:
@@ -58,7 +66,7 @@ class RemoteWorker:
         `timeout` in seconds bounds the whole call, and whatever it calls in turn. Raises
         `DeadlineExceeded` when it runs out, and a `RemoteError` if the function raised.
         """
-        future = _calls.start_call(self._link, function, args, kwargs, timeout=timeout)
+        future = self.call_async(function, *args, timeout=timeout, **kwargs)
         return _calls.wait(future, f"{function} on {self._target}")
 
     def call_async(
@@ -68,7 +76,16 @@ class RemoteWorker:
 
         Tensors are read while they are sent: do not modify large ones before the future is done.
         """
-        return _calls.start_call(self._link, function, args, kwargs, timeout=timeout)
+        return self._start(function, args, kwargs, timeout)
+
+    def _start(
+        self,
+        function: str,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        timeout: float | None = None,
+    ) -> CallFuture:
+        return _calls.start_call(self._link, function, args, kwargs, timeout=timeout, devices=self._devices)
 
     def ping(self, timeout: float | None = None) -> float:
         """Seconds for a round trip."""
@@ -82,11 +99,22 @@ class RemoteWorker:
         """What the worker says of itself, as protobuf."""
         request = describe_pb2.DescribeRequest().SerializeToString()
         pending = self._link.ask(link_pb2.METHOD_DESCRIBE, request, timeout=time_left(timeout))
-        try:
-            self._description = describe_pb2.DescribeReply.FromString(pending.result().body)
-        except DecodeError as error:
-            raise MalformedMessage(f"{self._target}: {error}", worker=self._target) from error
+        self._description = wire.parse(describe_pb2.DescribeReply, pending.result().body)
         return self._description
+
+    def inspect(self, timeout: float | None = 30.0) -> describe_pb2.InspectReply:
+        """What the worker holds right now, as protobuf: contexts, clients, memory."""
+        request = describe_pb2.InspectRequest().SerializeToString()
+        pending = self._link.ask(link_pb2.METHOD_INSPECT, request, timeout=time_left(timeout))
+        return wire.parse(describe_pb2.InspectReply, pending.result().body)
+
+    def cleanup(self, context: str, timeout: float | None = 30.0) -> bool:
+        """Makes the worker let go of a context, named as `inspect` names it. Whether there was such a one."""
+        request = autograd_pb2.CleanupContextRequest(context=ContextId.from_text(context).proto)
+        pending = self._link.ask(
+            link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=time_left(timeout)
+        )
+        return wire.parse(autograd_pb2.CleanupContextReply, pending.result().body).found
 
     def functions(self) -> list[FunctionInfo]:
         """What can be called, sorted by name."""
@@ -132,7 +160,7 @@ class RemoteFunction:
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        future = _calls.start_call(self._worker._link, self.__name__, args, kwargs)
+        future = self._worker._start(self.__name__, args, kwargs)
         return _calls.wait(future, f"{self.__name__} on {self._worker.target}")
 
     def _info(self) -> FunctionInfo:
@@ -161,12 +189,22 @@ class RemoteFunction:
 
 
 @overload
-def connect(target: str, *, connect_timeout: float = ..., lost_after: float = ...) -> RemoteWorker: ...
+def connect(
+    target: str,
+    *,
+    connect_timeout: float = ...,
+    lost_after: float = ...,
+    device_map: Mapping[Device, Device] | None = ...,
+) -> RemoteWorker: ...
 
 
 @overload
 def connect(
-    target: list[str] | tuple[str, ...], *, connect_timeout: float = ..., lost_after: float = ...
+    target: list[str] | tuple[str, ...],
+    *,
+    connect_timeout: float = ...,
+    lost_after: float = ...,
+    device_map: Mapping[Device, Device] | None = ...,
 ) -> list[RemoteWorker]: ...
 
 
@@ -175,23 +213,29 @@ def connect(
     *,
     connect_timeout: float = LinkSettings.connect_timeout,
     lost_after: float = LinkSettings.lost_after,
+    device_map: Mapping[Device, Device] | None = None,
 ) -> RemoteWorker | list[RemoteWorker]:
     """Connects to a worker at ``"host:port"`` or ``"unix:path"``, or to several at once.
 
     Asking again for the same target is cheap: the link is shared. Raises `ConnectFailed` if no worker
     answers within `connect_timeout` seconds. A worker that is out of reach for `lost_after` seconds counts
     as lost: what waits for it then raises `WorkerLost`.
+
+    `device_map` says for devices of this process which of the worker's devices arguments go to, e.g.
+    ``{"cuda:0": "cuda:1"}``; results come back by the reverse, gradients follow their tensors. Without it
+    tensors arrive on the CPU. Raises `InvalidDeviceMap` if either end lacks a device.
     """
     settings = LinkSettings(connect_timeout=connect_timeout, lost_after=lost_after)
+    devices = NO_MAP if device_map is None else DeviceMap(device_map)
     node = current_node()
-    if isinstance(target, str):
-        worker = RemoteWorker(node.place_for(target, settings), target)
-        worker._link  # noqa: B018 - connects, or raises
-        return worker
-    workers = [RemoteWorker(node.place_for(one, settings), one) for one in target]
-    for connected in [node.pool.submit(worker._place.get) for worker in workers]:
-        connected.result()
-    return workers
+    targets = [target] if isinstance(target, str) else target
+    workers = [RemoteWorker(node.place_for(one, settings), one, devices) for one in targets]
+    if len(workers) == 1:
+        workers[0]._ready()
+    else:
+        for ready in [node.pool.submit(worker._ready) for worker in workers]:
+            ready.result()
+    return workers[0] if isinstance(target, str) else workers
 
 
 def caller() -> RemoteWorker:

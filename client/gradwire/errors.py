@@ -21,6 +21,7 @@
     ├── WireError
     │   ├── Unencodable (TypeError)         a value that cannot travel; says where it is
     │   └── MalformedMessage (ValueError)   bytes that make no sense
+    ├── InvalidDeviceMap (ValueError)       a device map names devices that are not there
     ├── InternalError (RuntimeError)        a fault of gradwire's own
     └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
 
@@ -44,6 +45,7 @@ __all__ = [
     "ForkedProcess",
     "GradwireError",
     "InternalError",
+    "InvalidDeviceMap",
     "LinkClosed",
     "LinkError",
     "MalformedMessage",
@@ -151,6 +153,10 @@ class Unencodable(WireError, TypeError):
 
 class MalformedMessage(WireError, ValueError):
     """Bytes that make no sense: a length that lies, an unknown dtype, a missing part."""
+
+
+class InvalidDeviceMap(GradwireError, ValueError):
+    """A device map names a device that is not there, or maps two to one."""
 
 
 class InternalError(GradwireError, RuntimeError):

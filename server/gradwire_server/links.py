@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from gradwire.transport import (
     Conversation,
     Handler,
     Identity,
+    Link,
     LinkSettings,
     Streams,
     Timer,
@@ -48,9 +49,16 @@ class Hub:
     Its lock is taken before a conversation's, never while one is held.
     """
 
-    def __init__(self, identity: Identity, handler: Handler, settings: LinkSettings) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        handler: Handler,
+        settings: LinkSettings,
+        on_open: Callable[[Link], None] = lambda _: None,
+    ) -> None:
         self._identity = identity
         self._handler = handler
+        self._on_open = on_open
         self._settings = settings
         self._lock = threading.Lock()
         self._sessions: dict[tuple[int, int], _Session] = {}
@@ -150,6 +158,7 @@ class Hub:
             session.conversation.attach(streams)
         if not resumed:
             session.conversation.when_ended(lambda _: self._forget(session))
+            self._on_open(session.conversation)
             log.info("%s connected from %s", session.conversation.peer, address)
         return session, resumed
 

@@ -70,6 +70,9 @@ def load(spec: str) -> object:
 
 
 def _import(name: str) -> ModuleType:
+    if "/" in name or name.startswith("."):
+        # Python would take it for a relative import, and complain of something else.
+        raise LoadFailed(f"no module named '{name}'{_hint(name)}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

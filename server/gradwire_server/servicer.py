@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,8 +16,8 @@ import torch
 from gradwire import __version__, wire
 from gradwire._node import Node
 from gradwire._scope import current_scope, entered
-from gradwire.autograd import ContextId, MessageId, applied_modes, message_ids, message_protos
-from gradwire.errors import Unavailable
+from gradwire.autograd import ContextId, MessageId, applied_modes, message_ids, message_protos, nbytes
+from gradwire.errors import InvalidDeviceMap, Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.transport import Exchange, faults
 from gradwire_server.execution import Slots
@@ -37,6 +39,8 @@ class Servicer:
         self.draining = False
         node.methods[link_pb2.METHOD_FORWARD_WITH_AUTOGRAD] = self._when_open(self._forward)
         node.methods[link_pb2.METHOD_DESCRIBE] = self._describe
+        node.methods[link_pb2.METHOD_INSPECT] = self._inspect
+        self._started = time.monotonic()
 
     @property
     def name(self) -> str:
@@ -83,6 +87,7 @@ class Servicer:
         decoder = wire.Decoder(
             request.tensors, exchange.request.attachments, limits=self._limits, types=types
         )
+        _put_on_devices(decoder, request.devices)
         participant = self._node.participant
         participant.receive_call(
             request.autograd, decoder, exchange.link, f"the arguments of {request.function}"
@@ -116,3 +121,47 @@ class Servicer:
             devices=["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))],
         )
         exchange.reply(reply.SerializeToString())
+
+    def _inspect(self, exchange: Exchange) -> None:
+        wire.parse(describe_pb2.InspectRequest, exchange.request.body)
+        clients = {link.peer.node: link for link in self._node.links}
+        now = time.monotonic()
+        reply = describe_pb2.InspectReply(
+            name=self.name,
+            uptime_seconds=now - self._started,
+            calls=self._slots.unfinished,
+            resident_bytes=_resident_bytes(),
+        )
+        for context in self._node.participant.store.contexts():
+            owner = clients.get(context.id.node)
+            gradients = context.gradients().values()
+            kept = self._node.participant.store.results_of(context)
+            reply.contexts.add(
+                id=str(context.id),
+                owner=owner.peer.name if owner is not None else "",
+                age_seconds=now - context.since,
+                results=len(kept),
+                arguments=len(context.arguments),
+                gradients=len(gradients),
+                bytes=sum(result.bytes for result in kept) + sum(map(nbytes, gradients)),
+            )
+        for node, link in clients.items():
+            reply.clients.add(name=link.peer.name, node=f"{node:016x}", connected=link.connected)
+        exchange.reply(reply.SerializeToString())
+
+
+def _put_on_devices(decoder: wire.Decoder, devices: Sequence[str]) -> None:
+    for index, device in enumerate(devices[: len(decoder.tensors)]):
+        if device:
+            try:
+                decoder.tensors[index] = decoder.tensors[index].to(device)
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                raise InvalidDeviceMap(f"a tensor cannot be put on {device!r} here: {error}") from None
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0  # not Linux

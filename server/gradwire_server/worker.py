@@ -42,6 +42,7 @@ _UNARY_METHODS = {
     "PropagateGradients": link_pb2.METHOD_PROPAGATE_GRADIENTS,
     "CleanupContext": link_pb2.METHOD_CLEANUP_CONTEXT,
     "Describe": link_pb2.METHOD_DESCRIBE,
+    "Inspect": link_pb2.METHOD_INSPECT,
 }
 
 
@@ -82,7 +83,7 @@ class Worker:
         self._node = Node(name)
         self._slots = Slots(self._node.pool, threads)
         self._servicer = Servicer(self._node, self._registry, self._slots, wire.Limits())
-        self._hub = Hub(self._node.identity, self._node.handle, self._settings)
+        self._hub = Hub(self._node.identity, self._node.handle, self._settings, self._node.met)
         self._max_unary_bytes = max_unary_bytes
         self._health = health
         self._reflection = reflection
@@ -129,7 +130,7 @@ class Worker:
         self._server = server
         server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        log.info("%s serves %s at %s", self.name, ", ".join(self.functions), ", ".join(self.addresses))
+        log.debug("%s serves %s at %s", self.name, ", ".join(self.functions), ", ".join(self.addresses))
         return self
 
     def stop(self, grace: float | None = None) -> bool:

@@ -11,6 +11,7 @@ from gradwire.autograd.modes import applied as applied_modes
 from gradwire.autograd.modes import capture as capture_modes
 from gradwire.autograd.participant import Participant
 from gradwire.autograd.passes import Run
+from gradwire.autograd.records import nbytes
 from gradwire.autograd.serving import serve_cleanup, serve_propagate
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "capture_modes",
     "message_ids",
     "message_protos",
+    "nbytes",
     "serve_cleanup",
     "serve_propagate",
 ]

@@ -97,6 +97,10 @@ class ContextStore:
         with self._lock:
             return self._results.get(id)
 
+    def results_of(self, context: ContextState) -> list[SentResults]:
+        with self._lock:
+            return [self._results[id] for id in context.results if id in self._results]
+
     def release(self, messages: Iterable[MessageId]) -> bool:
         """Lets go of messages. Whether there were any."""
         released: list[SentArguments | SentResults] = []

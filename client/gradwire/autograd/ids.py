@@ -20,6 +20,15 @@ class ContextId(NamedTuple):
     def parse(cls, message: autograd_pb2.ContextId) -> ContextId:
         return cls(message.node, message.number)
 
+    @classmethod
+    def from_text(cls, text: str) -> ContextId:
+        """The context that `str` writes so. Raises ValueError if it is none."""
+        node, _, number = text.partition(":")
+        try:
+            return cls(int(node, 16), int(number))
+        except ValueError:
+            raise ValueError(f"{text!r} names no context; one looks like 1f0c5a3b9d2e4f60:7") from None
+
     @property
     def proto(self) -> autograd_pb2.ContextId:
         return autograd_pb2.ContextId(node=self.node, number=self.number)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradwire.autograd.participant import Participant
     from gradwire.autograd.passes import Propagation
 
-__all__ = ["Gradients", "Received", "Releases", "SentArguments", "SentResults", "add_gradients"]
+__all__ = ["Gradients", "Received", "Releases", "SentArguments", "SentResults", "add_gradients", "nbytes"]
 
 Gradients = Sequence[torch.Tensor | None]
 """A gradient, or none, for each tensor of a message that requires grad."""
@@ -32,6 +32,14 @@ def add_gradients(total: list[torch.Tensor | None], more: Gradients) -> None:
         if gradient is not None:
             so_far = total[slot]
             total[slot] = gradient if so_far is None else so_far + gradient
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """The memory of a tensor's elements; of a sparse one, those that it has."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    values = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+    return values.nbytes
 
 
 class SentArguments:
@@ -101,7 +109,7 @@ class SentResults:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided)
+        return sum(map(nbytes, self.tensors))
 
 
 class Releases:

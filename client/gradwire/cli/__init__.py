@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from gradwire._version import __version__
-from gradwire.cli import call, common, ls, ping
+from gradwire.cli import call, cleanup, common, gradcheck, ls, ping, ps
 from gradwire.errors import GradwireError
 
 __all__ = ["app", "main"]
@@ -22,6 +22,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
     "call": call.call,
     "ping": ping.ping,
+    "ps": ps.ps,
+    "cleanup": cleanup.cleanup,
+    "gradcheck": gradcheck.gradcheck,
 }
 
 _EPILOG = (

@@ -191,6 +191,11 @@ class Link(ABC):
 
     @property
     @abstractmethod
+    def connected(self) -> bool:
+        """Whether messages can pass right now; if not, they wait until they can."""
+
+    @property
+    @abstractmethod
     def ended(self) -> GradwireError | None:
         """Why the link has ended for good; None while it lives."""
 

@@ -407,15 +407,22 @@ class Conversation(Link):
             callbacks, self._end_callbacks = self._end_callbacks, []
             self._delivered.notify_all()
         if streams is not None:
-            if farewell is not None:
+            if farewell is None:
+                streams.close(discard=True)
+            else:
+                # The bulk stream stays until control has ended: the first to end takes the other with it.
                 streams.bulk.drop_transfers()
                 streams.control.put(farewell)
-            streams.close(discard=farewell is None)
+                streams.control.close()
         for asked in all_asked.values():
             asked.stop_timer()
             asked.pending.settle(error.again())
         call_each(served.cancel for served in all_served.values())
         call_each(partial(callback, self) for callback in callbacks)
+
+    @property
+    def connected(self) -> bool:
+        return self._streams is not None
 
     @property
     def ended(self) -> GradwireError | None:

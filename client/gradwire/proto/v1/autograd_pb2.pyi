@@ -57,7 +57,7 @@ class Modes(_message.Message):
     def __init__(self, no_grad: bool = ..., inference: bool = ..., autocast: _Optional[_Iterable[_Union[Autocast, _Mapping]]] = ..., detect_anomaly: bool = ...) -> None: ...
 
 class ForwardWithAutogradRequest(_message.Message):
-    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released")
+    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices")
     class KwargsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class ForwardWithAutogradRequest(_message.Message):
     MODES_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     function: str
     args: _containers.RepeatedCompositeFieldContainer[_value_pb2.Value]
     kwargs: _containers.MessageMap[str, _value_pb2.Value]
@@ -81,7 +82,8 @@ class ForwardWithAutogradRequest(_message.Message):
     modes: Modes
     target: _value_pb2.RemoteRef
     released: _containers.RepeatedCompositeFieldContainer[MessageId]
-    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+    devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ForwardWithAutogradReply(_message.Message):
     __slots__ = ("result", "tensors", "autograd", "released")

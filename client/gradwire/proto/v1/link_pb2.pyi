@@ -169,6 +169,7 @@ class Error(_message.Message):
         CODE_PERMISSION_DENIED: _ClassVar[Error.Code]
         CODE_INTERNAL: _ClassVar[Error.Code]
         CODE_PROTOCOL: _ClassVar[Error.Code]
+        CODE_INVALID_DEVICE_MAP: _ClassVar[Error.Code]
     CODE_UNSPECIFIED: Error.Code
     CODE_RAISED: Error.Code
     CODE_UNKNOWN_FUNCTION: Error.Code
@@ -184,6 +185,7 @@ class Error(_message.Message):
     CODE_PERMISSION_DENIED: Error.Code
     CODE_INTERNAL: Error.Code
     CODE_PROTOCOL: Error.Code
+    CODE_INVALID_DEVICE_MAP: Error.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TYPES_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,184 @@
+"""A gRPC link whose streams are cut goes on where it was: nothing is lost, nothing runs twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.conformance.ends import SECONDS, Ends, Memory, Node, opened, serving
+from tests.conformance.proxy import Proxy
+from tests.conformance.test_links import PING, Held, attachments_of, body_of
+
+from gradwire import errors
+from gradwire.transport import GrpcLink, LinkSettings
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with opened("grpc") as ends:
+        yield ends
+
+
+def cut(ends: Ends) -> None:
+    """Cuts the streams, and returns when the right end has noticed."""
+    assert isinstance(ends.left, GrpcLink)
+    before = ends.right._streams  # type: ignore[attr-defined]
+    ends.left._cut()
+    give_up_at = time.monotonic() + SECONDS
+    while ends.right._streams is before:  # type: ignore[attr-defined]
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+
+
+def test_questions_asked_after_a_cut_are_answered(ends: Ends) -> None:
+    for number in range(5):
+        cut(ends)
+        assert body_of(ends.left.ask(PING, str(number).encode())) == str(number).encode()
+        assert body_of(ends.right.ask(PING, b"back")) == b"back"
+    assert ends.hub is not None
+    assert ends.hub.conversations == [ends.right]
+
+
+def test_a_question_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
+    held = ends.there.answer = Held()
+    pending = ends.left.ask(PING, b"once")
+    (exchange,) = held.wait()
+    cut(ends)
+    # Asked after it on the same stream, so it has come again by now.
+    ends.there.answer = lambda exchange: exchange.reply(b"")
+    ends.left.ask(PING, b"later").result(SECONDS)
+    exchange.reply(b"the answer")
+    assert body_of(pending) == b"the answer"
+    assert ends.there.asked == [b"once", b"later"]
+
+
+def test_a_question_of_the_other_end_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
+    held = ends.here.answer = Held()
+    pending = ends.right.ask(PING, b"once")
+    (exchange,) = held.wait()
+    cut(ends)
+    exchange.reply(b"the answer")
+    assert body_of(pending) == b"the answer"
+    assert ends.here.asked == [b"once"]
+
+
+def test_an_answer_given_while_the_streams_are_cut_arrives(ends: Ends) -> None:
+    held = ends.there.answer = Held()
+    pending = ends.left.ask(PING, b"", [Memory(bytes(100))])
+    (exchange,) = held.wait()
+    cut(ends)
+    exchange.reply(b"late", [Memory(b"x" * 300_000)])
+    assert attachments_of(pending) == [b"x" * 300_000]
+    assert len(ends.there.asked) == 1
+
+
+def test_a_cut_amid_a_large_transfer_costs_only_time(ends: Ends) -> None:
+    content = bytes(range(256)) * (64 << 12)
+    pending = ends.left.ask(PING, b"large", [Memory(content)])
+    cut(ends)
+    assert attachments_of(pending) == [content]
+    assert ends.there.asked == [b"large"]
+    assert ends.left._streams.inbound.held == 0  # type: ignore[attr-defined]
+
+
+def test_many_cuts_amid_many_questions_lose_and_repeat_nothing(ends: Ends) -> None:
+    bodies = [str(number).encode() for number in range(300)]
+    pendings = []
+    for number, body in enumerate(bodies):
+        attachments = [Memory(body * 50_000)] if number % 10 == 0 else []
+        pendings.append(ends.left.ask(PING, body, attachments))
+        if number % 60 == 30:
+            cut(ends)
+    assert [body_of(pending) for pending in pendings] == bodies
+    assert sorted(ends.there.asked) == sorted(bodies)
+
+
+def test_a_deadline_runs_on_during_a_cut() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
+    node = Node("there")
+    with serving(node, settings) as (_, address), Proxy(address) as proxy:
+        link = GrpcLink(proxy.address, Node("here").identity, node.handle, settings)
+        link.connect()
+        proxy.open = False
+        proxy.cut()
+        with pytest.raises(errors.DeadlineExceeded):
+            link.ask(PING, b"", timeout=0.2).result(SECONDS)
+        link.close()
+
+
+def test_the_network_comes_back() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
+    here, there = Node("here"), Node("there")
+    with serving(there, settings) as (_, address), Proxy(address) as proxy:
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
+        link.connect()
+        proxy.open = False
+        proxy.cut()
+        pending = link.ask(PING, b"patience", [Memory(bytes(200_000))])
+        proxy.open = True
+        assert attachments_of(pending) == [bytes(200_000)]
+        assert proxy.connections >= 4
+        link.close()
+
+
+def test_who_stays_out_of_reach_is_lost_at_both_ends() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=0.4, lease=0.4)
+    here, there = Node("here"), Node("there", Held())
+    here.answer = Held()
+    with serving(there, settings) as (hub, address), Proxy(address) as proxy:
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
+        link.connect()
+        (other,) = hub.conversations
+        mine, theirs = link.ask(PING, b""), other.ask(PING, b"")
+        here.wait_until_asked()
+        there.wait_until_asked()
+        proxy.open = False
+        proxy.cut()
+        with pytest.raises(errors.WorkerLost, match=r"there .* has been out of reach for 0.4 s"):
+            mine.result(SECONDS)
+        with pytest.raises(errors.WorkerLost, match=r"here was out of reach for 0.4 s"):
+            theirs.result(SECONDS)
+        assert hub.conversations == []
+        assert there.answer.exchanges[0].cancelled  # type: ignore[attr-defined]
+        link.close()
+
+
+def test_who_comes_back_after_the_lease_is_told_so() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS, lease=0.05)
+    here, there = Node("here"), Node("there")
+    with serving(there, settings) as (hub, address), Proxy(address) as proxy:
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
+        link.connect()
+        (other,) = hub.conversations
+        forgotten = threading.Event()
+        other.when_ended(lambda _: forgotten.set())
+        proxy.open = False
+        proxy.cut()
+        assert forgotten.wait(SECONDS)
+        pending = link.ask(PING, b"must not run")
+        proxy.open = True
+        with pytest.raises(errors.WorkerLost, match="has dropped this client's lease"):
+            pending.result(SECONDS)
+        assert there.asked == []
+        assert hub.conversations == []
+        link.close()
+
+
+def test_who_was_restarted_is_another() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
+    here, first, second = Node("here"), Node("there"), Node("there")
+    with serving(first, settings) as (_, address), serving(second, settings) as (hub, other_address):
+        with Proxy(address) as proxy:
+            link = GrpcLink(proxy.address, here.identity, here.handle, settings)
+            link.connect()
+            host, _, port = other_address.rpartition(":")
+            proxy._target = (host, int(port))
+            proxy.cut()
+            pending = link.ask(PING, b"must not run")
+            with pytest.raises(errors.WorkerLost, match="was restarted"):
+                pending.result(SECONDS)
+            assert first.asked == second.asked == []
+            assert hub.conversations == []
+            link.close()

@@ -1,0 +1,134 @@
+"""Settings of the daemon: what each may be, and the config file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradwire_server import config
+from gradwire_server.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1),
+        ("4096", 4096),
+        ("64MB", 64_000_000),
+        ("64 mb", 64_000_000),
+        ("1GiB", 2**30),
+        ("1.5KiB", 1536),
+        ("9007199254740993B", 2**53 + 1),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert config.byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1", "1XB", "0", "1 2", True, 1.5, None, "0.1B"])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match=r"size|byte"):
+        config.byte_size(text)
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:0", "localhost:50051", "[::1]:1", "unix:worker.sock", "unix:///run/w"]
+)
+def test_addresses(address: str) -> None:
+    assert config.bind_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":1", "host:x", "host:65536", "::1:1", "unix:", "host:-1", 5]
+)
+def test_what_is_no_address(address: object) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        config.bind_address(address)
+
+
+@pytest.mark.parametrize("spec", ["", ":", "m:", ":f", "a:b:c"])
+def test_what_is_no_module(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        config.module_spec(spec)
+
+
+@pytest.mark.parametrize("value", [True, "x", None, [1], "nan", -1, "inf"])
+def test_what_is_no_time(value: object) -> None:
+    with pytest.raises(ValueError, match="seconds"):
+        config.seconds(value)
+
+
+def test_a_file_with_every_setting(tmp_path: Path) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_text(
+        """
+        [serve]
+        modules = ["layers", "more:encode"]
+        bind = "0.0.0.0:50051"
+        name = "gpu-box"
+        threads = 8
+        torch-threads = 2
+        lease = 60
+        lost_after = 2.5
+        grace = 0
+        max-message-bytes = "1GiB"
+        health = true
+        reflection = false
+        log-level = "DEBUG"
+        log-format = "json"
+        """
+    )
+    settings = config.read_config(path)
+    assert settings == {
+        "modules": ["layers", "more:encode"],
+        "bind": ["0.0.0.0:50051"],
+        "name": "gpu-box",
+        "threads": 8,
+        "torch_threads": 2,
+        "lease": 60.0,
+        "lost_after": 2.5,
+        "grace": 0.0,
+        "max_message_bytes": 2**30,
+        "health": True,
+        "reflection": False,
+        "log_level": "debug",
+        "log_format": "json",
+    }
+    assert settings.keys() == {setting.replace("-", "_") for setting in config.SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[serve]\nthred = 1", "unknown key 'thred' in [serve]; did you mean 'threads'"),
+        ("threads = 1", "unknown key 'threads'; settings go into the table [serve]"),
+        ("[server]\nthreads = 1", "unknown key 'server'; did you mean 'serve'?"),
+        ("[serve]\nthreads = true", "'threads' in [serve]: True is not a whole number"),
+        ("[serve]\nhealth = 'yes'", "'health' in [serve]: 'yes' is not true or false"),
+        ("[serve]\nbind = []", "'bind' in [serve]: the list is empty"),
+        ("[serve]\nlost-after = 1\nlost_after = 2", "'lost-after' is given twice"),
+        ("serve = 1", "must be a table"),
+        ("[serve", "is not TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        config.read_config(path)
+    assert said in str(raised.value)
+    assert str(path) in str(raised.value)
+    assert raised.value.exit_code == 6
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        config.read_config(tmp_path / "none.toml")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        config.read_config(path)

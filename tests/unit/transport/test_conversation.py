@@ -1,0 +1,241 @@
+"""Conversations whose streams are carried by hand, so that every order of events can be had."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conformance.ends import Memory, Node
+
+from gradwire import errors
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import Conversation, Exchange, LinkSettings, Streams, frames
+from gradwire.transport.outbox import Outbox
+
+PING = link_pb2.METHOD_PING
+SETTINGS = LinkSettings(chunk_bytes=10)
+
+
+class Pair:
+    """Two conversations; nothing moves unless it is told to."""
+
+    def __init__(self) -> None:
+        self.here, self.there = Node("here"), Node("there")
+        self.left = Conversation(self.here.identity, self.there.identity, self.here.handle, SETTINGS)
+        self.right = Conversation(self.there.identity, self.here.identity, self.there.handle, SETTINGS)
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self.left_streams, self.right_streams = Streams(SETTINGS), Streams(SETTINGS)
+        self.left.attach(self.left_streams)
+        self.right.attach(self.right_streams)
+
+    def control_to_right(self, limit: int = 1000) -> int:
+        return carry(self.left_streams.control, self.right, self.right_streams, limit)
+
+    def bulk_to_right(self, limit: int = 1000) -> int:
+        return carry(self.left_streams.bulk, self.right, self.right_streams, limit)
+
+    def control_to_left(self, limit: int = 1000) -> int:
+        return carry(self.right_streams.control, self.left, self.left_streams, limit)
+
+    def bulk_to_left(self, limit: int = 1000) -> int:
+        return carry(self.right_streams.bulk, self.left, self.left_streams, limit)
+
+    def run(self) -> None:
+        while sum(
+            (self.control_to_right(), self.bulk_to_right(), self.control_to_left(), self.bulk_to_left())
+        ):
+            pass
+
+
+def carry(outbox: Outbox, there: Conversation, received: Streams, limit: int) -> int:
+    count = 0
+    while count < limit and (outbox._frames or outbox._transfers):
+        there.receive(next(outbox), received)
+        count += 1
+    return count
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_question_sent_again_with_its_attachments_runs_once_even_if_the_answer_overtakes_them(
+    pair: Pair,
+) -> None:
+    pending = pair.left.ask(PING, b"once", [Memory(bytes(100))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    assert pair.there.asked == [b"once"]
+    pair.reconnect()  # the answer was lost; question and answer are sent again
+    pair.control_to_right()
+    pair.control_to_left()
+    pair.bulk_to_left()
+    assert pending.done()
+    pair.control_to_right()  # the acknowledgement: the right end forgets the question ...
+    assert pair.right._served == {}
+    pair.bulk_to_right()  # ... and only then its attachments come again
+    pair.run()
+    assert pair.there.asked == [b"once"]
+    assert pair.right_streams.inbound.held == 0
+
+
+def test_what_replaced_streams_still_deliver_is_ignored(pair: Pair) -> None:
+    pending = pair.left.ask(PING, b"question")
+    late = next(pair.left_streams.control)
+    stale = pair.right_streams
+    pair.reconnect()
+    pair.right.receive(late, stale)
+    assert pair.there.asked == []
+    pair.run()
+    assert pair.there.asked == [b"question"]
+    assert pending.result(0).body == b"question"
+
+
+def test_an_answer_on_replaced_streams_is_ignored_and_comes_again(pair: Pair) -> None:
+    pending = pair.left.ask(PING, b"question", [Memory(bytes(30))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    answer, stale = next(pair.right_streams.control), pair.left_streams
+    pair.reconnect()
+    pair.left.receive(answer, stale)
+    assert not pending.done()
+    pair.run()
+    assert pending.result(0).attachments[0].tobytes() == bytes(30)
+    pair.left.ask(PING, b"")
+    pair.run()
+    assert set(pair.right._served) <= {2}
+
+
+def test_an_acknowledgement_that_was_lost_is_given_again(pair: Pair) -> None:
+    pending = pair.left.ask(PING, b"q", [Memory(bytes(30))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    pair.control_to_left()
+    pair.bulk_to_left()
+    assert pending.done()
+    pair.reconnect()
+    assert len(pair.right._served) == 1
+    pair.run()
+    assert pair.right._served == {}
+    assert pair.left_streams.inbound.held == 0
+
+
+def test_a_cancellation_that_overtakes_its_question_keeps_it_from_running(pair: Pair) -> None:
+    pending = pair.left.ask(PING, b"unwanted", [Memory(bytes(100))])
+    pair.bulk_to_right(3)
+    pending.cancel()
+    pair.bulk_to_right()
+    pair.control_to_right()
+    pair.run()
+    assert pair.there.asked == []
+    assert pair.right_streams.inbound.held == 0
+    assert pair.right_streams.inbound._cancelled == set()
+
+
+def test_a_cancellation_before_the_first_chunk_leaves_nothing_behind(pair: Pair) -> None:
+    pending = pair.left.ask(PING, b"unwanted", [Memory(bytes(100)), Memory(bytes(100))])
+    pair.control_to_right()
+    pending.cancel()
+    pair.run()
+    follow_up = pair.left.ask(PING, b"next", [Memory(bytes(50))])
+    pair.run()
+    assert follow_up.done()
+    assert pair.there.asked == [b"next"]
+    assert pair.right_streams.inbound._unwanted == set()
+
+
+def test_an_answer_for_nobody_is_dropped_whatever_its_chunks_do(pair: Pair) -> None:
+    exchanges: list[Exchange] = []
+    pair.there.answer = exchanges.append
+    pending = pair.left.ask(PING, b"")
+    pair.control_to_right()
+    exchanges[0].reply(b"", [Memory(bytes(100))])
+    pair.bulk_to_left(2)
+    pending.cancel()
+    pair.control_to_left()
+    pair.run()
+    assert pair.left_streams.inbound.held == 0
+    assert pair.right._served == {}
+    assert not pair.right_streams.bulk._transfers
+
+
+def test_what_is_asked_while_the_streams_are_cut_is_sent_over_the_next(pair: Pair) -> None:
+    pair.left.detach(pair.left_streams)
+    pending = pair.left.ask(PING, b"patience")
+    withdrawn = pair.left.ask(PING, b"withdrawn")
+    withdrawn.cancel()
+    pair.reconnect()
+    pair.run()
+    assert pending.result(0).body == b"patience"
+    assert pair.there.asked == [b"patience"]
+
+
+def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> None:
+    exchanges: list[Exchange] = []
+    pair.there.answer = exchanges.append
+    pending = pair.left.ask(PING, b"")
+    pair.control_to_right()
+    pair.right.receive(frames.acknowledge([1]), pair.right_streams)
+    exchanges[0].reply(b"answer")
+    pair.run()
+    assert pending.result(0).body == b"answer"
+
+
+def test_acknowledgements_do_not_pile_up(pair: Pair) -> None:
+    for _ in range(100):
+        pair.left.ask(PING, b"")
+        pair.run()
+        assert len(pair.right._served) <= 32
+        assert len(pair.left._to_acknowledge) <= 32
+
+
+def test_a_large_answer_is_acknowledged_at_once(pair: Pair) -> None:
+    pair.left.ask(PING, bytes(100_000))
+    pair.run()
+    assert pair.right._served == {}
+
+
+def test_answers_count_as_delivered_when_they_are_acknowledged(pair: Pair) -> None:
+    pair.left.ask(PING, b"", [Memory(bytes(100))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    assert not pair.right.wait_until_delivered(0.01)
+    pair.run()
+    assert pair.right.wait_until_delivered(0.01)
+
+
+def test_a_frame_over_the_limit_is_refused() -> None:
+    settings = LinkSettings(max_body_bytes=1000)
+    node = Node("here")
+    conversation = Conversation(node.identity, node.identity, node.handle, settings)
+    streams = Streams(settings)
+    conversation.attach(streams)
+    with pytest.raises(errors.ResourceExhausted, match="exceeds the limit of 1000 bytes"):
+        conversation.receive(bytes(3 << 20), streams)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        link_pb2.Frame(hello=link_pb2.Hello()),
+        link_pb2.Frame(welcome=link_pb2.Welcome()),
+        link_pb2.Frame(),
+    ],
+)
+def test_frames_out_of_place_break_the_protocol(pair: Pair, frame: link_pb2.Frame) -> None:
+    with pytest.raises(errors.ProtocolError, match="an unexpected frame"):
+        pair.right.receive(frames.envelope(frame), pair.right_streams)
+
+
+def test_bytes_that_are_no_frame_break_the_protocol(pair: Pair) -> None:
+    with pytest.raises(errors.MalformedMessage, match="no gradwire Envelope"):
+        pair.right.receive(b"\xff\xff\xff", pair.right_streams)
+
+
+def test_a_request_that_comes_twice_over_one_stream_runs_once(pair: Pair) -> None:
+    pair.left.ask(PING, b"once")
+    data = next(pair.left_streams.control)
+    pair.right.receive(data, pair.right_streams)
+    pair.right.receive(data, pair.right_streams) if 1 in pair.right._served else None
+    assert pair.there.asked == [b"once"]

@@ -1,0 +1,124 @@
+"""Chunks become attachments, and what makes no sense is refused before memory is set aside for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.errors import MalformedMessage, ResourceExhausted
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport.frames import Chunk
+from gradwire.transport.inbound import Inbound
+
+REQUEST = link_pb2.Request(id=1)
+
+
+@pytest.fixture
+def inbound() -> Inbound:
+    return Inbound(max_bytes=1000)
+
+
+def chunk(transfer: int, offset: int, total: int, data: bytes) -> Chunk:
+    return Chunk(transfer, offset, total, data)
+
+
+def test_chunks_before_and_after_their_message_complete_it(inbound: Inbound) -> None:
+    assert inbound.chunk(chunk(1, 0, 4, b"ab")) is None
+    assert inbound.message((False, 1), [1, 2], REQUEST) is None
+    assert inbound.chunk(chunk(2, 0, 1, b"x")) is None
+    assert inbound.held == 5
+    whole = inbound.chunk(chunk(1, 2, 4, b"cd"))
+    assert whole is not None
+    assert [buffer.tobytes() for buffer in whole[1]] == [b"abcd", b"x"]
+    assert inbound.held == 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "complaint"),
+    [
+        ([(1, 0, 4, b"abcde")], "bytes 0 to 5 came where 0 of 4"),
+        ([(1, 0, 4, b"ab"), (1, 3, 4, b"d")], "bytes 3 to 4 came where 2 of 4"),
+        ([(1, 0, 4, b"ab"), (1, 0, 4, b"ab")], "bytes 0 to 2 came where 2 of 4"),
+        ([(1, 0, 4, b"ab"), (1, 2, 4, b"cde")], "bytes 2 to 5 came where 2 of 4"),
+        ([(1, 0, 4, b"")], "bytes 0 to 0 came where 0 of 4"),
+        ([(1, 0, 4, b"abcd"), (1, 4, 4, b"e")], "bytes 4 to 5 came where 4 of 4"),
+        ([(1, 2, 4, b"cd")], "lacks its first 2 bytes"),
+        ([(2, 0, 1, b"x"), (1, 0, 1, b"x")], "began twice, or out of order"),
+        ([(0, 0, 1, b"x")], "began twice, or out of order"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(
+    inbound: Inbound, pieces: list[tuple[int, int, int, bytes]], complaint: str
+) -> None:
+    *fitting, last = pieces
+    for piece in fitting:
+        inbound.chunk(chunk(*piece))
+    with pytest.raises(MalformedMessage, match=complaint):
+        inbound.chunk(chunk(*last))
+
+
+@pytest.mark.parametrize("total", [1001, 1 << 60, (1 << 64) - 1])
+def test_a_total_over_the_limit_is_refused(inbound: Inbound, total: int) -> None:
+    with pytest.raises(ResourceExhausted, match=f"{total} bytes exceed the limit of 1000 bytes"):
+        inbound.chunk(chunk(1, 0, total, b"x"))
+    assert inbound.held == 0
+
+
+def test_a_total_that_no_memory_can_hold_is_refused() -> None:
+    with pytest.raises(ResourceExhausted, match="no memory"):
+        Inbound(max_bytes=1 << 62).chunk(chunk(1, 0, 1 << 62, b"x"))
+
+
+def test_attachments_that_together_are_over_the_limit_are_refused(inbound: Inbound) -> None:
+    inbound.message((False, 1), [1, 2], REQUEST)
+    inbound.chunk(chunk(1, 0, 600, b"x"))
+    with pytest.raises(ResourceExhausted, match="1200 bytes exceed the limit"):
+        inbound.chunk(chunk(2, 0, 600, b"x"))
+
+
+@pytest.mark.parametrize("transfers", [[1, 1], [3, 1, 3]])
+def test_a_transfer_belongs_to_one_message_once(inbound: Inbound, transfers: list[int]) -> None:
+    with pytest.raises(MalformedMessage, match="twice"):
+        inbound.message((False, 1), transfers, REQUEST)
+
+
+def test_a_transfer_belongs_to_one_message(inbound: Inbound) -> None:
+    inbound.message((False, 1), [1], REQUEST)
+    with pytest.raises(MalformedMessage, match="twice"):
+        inbound.message((False, 2), [1], REQUEST)
+
+
+def test_a_transfer_that_will_not_come_cannot_be_waited_for(inbound: Inbound) -> None:
+    inbound.chunk(chunk(5, 0, 1, b"x"))
+    with pytest.raises(MalformedMessage, match="transfer 3 was named as an attachment, but will not come"):
+        inbound.message((False, 1), [3], REQUEST)
+
+
+def test_requests_come_in_order(inbound: Inbound) -> None:
+    inbound.message((False, 2), [], REQUEST)
+    with pytest.raises(MalformedMessage, match="request 1 came after request 2"):
+        inbound.message((False, 1), [], REQUEST)
+
+
+def test_a_second_answer_to_one_question_is_refused(inbound: Inbound) -> None:
+    inbound.message((True, 1), [1], link_pb2.Reply(id=1))
+    with pytest.raises(MalformedMessage, match="a second answer"):
+        inbound.message((True, 1), [2], link_pb2.Reply(id=1))
+
+
+def test_what_was_skipped_is_thrown_away_when_it_comes(inbound: Inbound) -> None:
+    inbound.skip((False, 1), [1, 2])
+    for transfer in (1, 2):
+        assert inbound.chunk(chunk(transfer, 0, 4, b"ab")) is None
+        assert inbound.chunk(chunk(transfer, 2, 4, b"cd")) is None
+    assert inbound.held == 0
+    assert inbound._unwanted == set()
+
+
+def test_what_is_remembered_of_cancellations_is_bounded(inbound: Inbound) -> None:
+    inbound.MAX_EXPECTED = 10  # type: ignore[misc]
+    for id in range(1, 11):
+        inbound.drop((False, id))
+    with pytest.raises(ResourceExhausted):
+        inbound.drop((False, 11))
+    assert inbound.message((False, 10), [], REQUEST) is None
+    assert inbound._cancelled == set()
