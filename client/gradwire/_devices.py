@@ -36,7 +36,7 @@ class DeviceMap:
         for there in self._here:
             if there not in available:
                 raise InvalidDeviceMap(
-                    f"the device map names {there}, which {worker} does not have; it has {', '.join(devices)}",
+                    f"the device map names {there}, which {worker} lacks; it has {', '.join(devices)}",
                     worker=worker,
                 )
 
@@ -76,10 +76,10 @@ def _device(device: Device) -> torch.device:
         parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidDeviceMap(f"{device!r} is no device: {error}") from None
-    if parsed.type not in ("cpu", "meta") and parsed.index is None:
-        # As torch takes it: "cuda" is the current one.
-        return torch.device(parsed.type, 0)
-    return torch.device(parsed.type) if parsed.type in ("cpu", "meta") else parsed
+    if parsed.type in ("cpu", "meta"):
+        return torch.device(parsed.type)
+    # As torch takes it: "cuda" is the current one.
+    return torch.device(parsed.type, parsed.index or 0)
 
 
 def _exists(device: torch.device) -> bool:
