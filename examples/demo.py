@@ -176,13 +176,13 @@ def errors(bob: gw.RemoteWorker) -> None:
     try:
         bob.mean_of([])
     except ValueError as error:
-        traceback = error.remote_traceback if isinstance(error, gw.RemoteError) else "none"
+        traceback: str = getattr(error, "remote_traceback", "")
         shown = Text(traceback.rstrip(), style="dim")
         console.print(
             Panel(shown, title=Text(str(error), style="red"), title_align="left", border_style="red")
         )
         check(
-            "demo_functions.py" in error.remote_traceback,
+            "demo_functions.py" in traceback,
             "caught with `except ValueError`, with its traceback",
         )
     else:
@@ -233,4 +233,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

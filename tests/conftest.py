@@ -7,22 +7,53 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from tests.integration.daemons import Daemon
 
 from gradwire._node import reset_default_node
 
 torch.set_num_threads(1)
 
+SERVED = Path(__file__).parent / "integration" / "serving"
+"""Where the module is that the shared workers serve."""
+
 LEFTOVER_SECONDS = 10.0
 """How long threads, processes and sockets may take to end after a test."""
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Two daemons with two threads each, for tests that leave them as they were."""
+
+    a: str
+    b: str
+    processes: tuple[Daemon, Daemon]
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    """The addresses of two workers, "a" and "b", that serve `integration/serving/functions.py`."""
+    daemons = [
+        Daemon(["functions", "--bind", "127.0.0.1:0", "--threads", "2", "--name", name], cwd=SERVED)
+        for name in ("a", "b")
+    ]
+    try:
+        a, b = (daemon.wait_until_ready() for daemon in daemons)
+        yield Workers(a.address, b.address, (a, b))
+    finally:
+        for daemon in daemons:
+            daemon.stop()
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a thread of gradwire, a child process or a listening socket."""
+    if "workers" in request.fixturenames:
+        request.getfixturevalue("workers")  # they outlive the test
     before = _everything()
     yield
     reset_default_node()

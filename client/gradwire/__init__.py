@@ -5,11 +5,12 @@
 >>> worker.encode(torch.ones(3))                # doctest: +SKIP
 """
 
-from gradwire import errors
+from gradwire import errors, nn, optim
 from gradwire._calls import CallFuture
 from gradwire._contexts import Context, context, current_context
 from gradwire._describe import FunctionInfo
 from gradwire._gradcheck import GradcheckReport, GradcheckRow, gradcheck
+from gradwire._refs import RemoteRef
 from gradwire._scope import cancelled, deadline, timeout
 from gradwire._version import __version__
 from gradwire._workers import RemoteFunction, RemoteWorker, caller, connect
@@ -23,6 +24,7 @@ __all__ = [
     "GradcheckReport",
     "GradcheckRow",
     "RemoteFunction",
+    "RemoteRef",
     "RemoteWorker",
     "__version__",
     "caller",
@@ -33,6 +35,8 @@ __all__ = [
     "deadline",
     "errors",
     "gradcheck",
+    "nn",
+    "optim",
     "register_type",
     "timeout",
     *errors.__all__,

@@ -71,14 +71,18 @@ def start_call(
     *,
     timeout: float | None = None,
     target: value_pb2.RemoteRef | None = None,
+    keep: autograd_pb2.Keep | None = None,
     devices: DeviceMap = NO_MAP,
+    resolve_ref: Callable[[value_pb2.RemoteRef], object] | None = None,
 ) -> CallFuture:
     """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
     left = time_left(timeout)
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
     encoder = wire.Encoder()
-    request = autograd_pb2.ForwardWithAutogradRequest(function=function, target=target, modes=capture_modes())
+    request = autograd_pb2.ForwardWithAutogradRequest(
+        function=function, target=target, keep=keep, modes=capture_modes()
+    )
     for index, arg in enumerate(args):
         request.args.append(encoder.value(arg, f"args[{index}]"))
     for name, arg in kwargs.items():
@@ -88,7 +92,7 @@ def start_call(
     participant.send_call(request, encoder.tensors, current_context_id(), link)
     table, attachments = encoder.finish()
     request.tensors.CopyFrom(table)
-    future = CallFuture(partial(_decode_reply, participant, link, function, devices))
+    future = CallFuture(partial(_decode_reply, participant, link, function, devices, resolve_ref))
     _cancel_with_caller(future)
     link.ask(
         link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
@@ -113,10 +117,15 @@ def _cancel_with_caller(future: Pending) -> None:
 
 
 def _decode_reply(
-    participant: Participant, link: Link, function: str, devices: DeviceMap, received: Received
+    participant: Participant,
+    link: Link,
+    function: str,
+    devices: DeviceMap,
+    resolve_ref: Callable[[value_pb2.RemoteRef], object] | None,
+    received: Received,
 ) -> object:
     reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, received.body)
-    decoder = wire.Decoder(reply.tensors, received.attachments)
+    decoder = wire.Decoder(reply.tensors, received.attachments, resolve_ref=resolve_ref)
     devices.bring_back(decoder.tensors, decoder.devices, str(link.peer))
     participant.receive_reply(reply, decoder, link, f"the results of {function}")
     return decoder.value(reply.result, "result")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import Token
 from dataclasses import replace
 from types import TracebackType
@@ -72,11 +72,17 @@ class Context:
         state = self._node.participant.store.find(self._id)
         return {} if state is None else state.gradients()
 
-    def zero_grad(self) -> None:
-        """Forgets the gradients that this process holds in the context."""
+    def zero_grad(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Forgets the gradients that this process holds in the context: those of some tensors, or all."""
         state = self._node.participant.store.find(self._id)
         if state is not None:
-            state.clear_gradients()
+            state.clear_gradients(tensors)
+
+    def scale_gradients(self, tensors: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiplies the gradients that this process holds for some tensors."""
+        state = self._node.participant.store.find(self._id)
+        if state is not None:
+            state.scale_gradients(tensors, factor)
 
     def __enter__(self) -> Self:
         self._entered.append(enter(replace(current_scope(), context=self._id)))

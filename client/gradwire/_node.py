@@ -130,7 +130,7 @@ class Node:
                 raise errors.LinkClosed(f"{self.identity.name} has been shut down")
             key = (target, settings)
             if key not in self._places:
-                self._places[key] = SharedLink(lambda: self._connect(target, settings))
+                self._places[key] = SharedLink(self.participant, lambda: self._connect(target, settings))
             return self._places[key]
 
     def _connect(self, target: str, settings: LinkSettings) -> Link:
@@ -154,7 +154,8 @@ class Node:
 class SharedLink:
     """A place for the link to one worker, made when it is first needed and again when it was lost."""
 
-    def __init__(self, connect: Callable[[], Link]) -> None:
+    def __init__(self, participant: Participant, connect: Callable[[], Link]) -> None:
+        self.participant = participant
         self._connect = connect
         self._lock = threading.Lock()
         self._link: Link | None = None

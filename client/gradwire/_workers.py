@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -11,11 +11,12 @@ from gradwire import _calls, wire
 from gradwire._calls import CallFuture
 from gradwire._describe import FunctionInfo, function_info
 from gradwire._devices import NO_MAP, Device, DeviceMap
-from gradwire._node import SharedLink, current_node
+from gradwire._node import Node, SharedLink, current_node
+from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, time_left
-from gradwire.autograd import ContextId
-from gradwire.errors import GradwireError, LinkClosed
-from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
+from gradwire.autograd import ContextId, Releases
+from gradwire.errors import GradwireError, LinkClosed, NotFound
+from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2, value_pb2
 from gradwire.transport import Link, LinkSettings
 
 __all__ = ["RemoteFunction", "RemoteWorker", "caller", "connect"]
@@ -84,8 +85,69 @@ class RemoteWorker:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         timeout: float | None = None,
+        *,
+        target: value_pb2.RemoteRef | None = None,
+        keep: autograd_pb2.Keep | None = None,
     ) -> CallFuture:
-        return _calls.start_call(self._link, function, args, kwargs, timeout=timeout, devices=self._devices)
+        return _calls.start_call(
+            self._link,
+            function,
+            args,
+            kwargs,
+            timeout=timeout,
+            target=target,
+            keep=keep,
+            devices=self._devices,
+            resolve_ref=self._adopt,
+        )
+
+    # -- values that stay there
+
+    def create(
+        self,
+        class_name: str,
+        /,
+        *args: object,
+        name: str | None = None,
+        stale: str = "error",
+        **kwargs: object,
+    ) -> Any:
+        """Makes an instance of an exposed class on the worker.
+
+        Returns a `gw.nn.RemoteModule` for a module and a `RemoteRef` for anything else. It belongs to this
+        process and goes with it; with a `name` it is shared with everybody by that name, and stays.
+
+        `stale` says what happens to a backward whose parameters were stepped after the forward: "error"
+        (raises `StaleParameters`) or "allow" (goes on with the new ones, for asynchronous training).
+        """
+        if stale not in ("error", "allow"):
+            raise ValueError(f'stale is "error" or "allow", not {stale!r}')
+        keep = autograd_pb2.Keep(name=name or "", allow_stale=stale == "allow")
+        future = self._start(class_name, args, kwargs, keep=keep)
+        return _calls.wait(future, f"{class_name} on {self._target}")
+
+    def get(self, name: str) -> Any:
+        """An object that the worker shares by name."""
+        return self.call("gradwire.get", name)
+
+    def remote(
+        self, function: str, /, *args: object, timeout: float | None = None, **kwargs: object
+    ) -> RemoteRef:
+        """Calls a function and leaves its result on the worker."""
+        future = self._start(function, args, kwargs, timeout, keep=autograd_pb2.Keep())
+        ref: RemoteRef = _calls.wait(future, f"{function} on {self._target}")
+        return ref
+
+    def _adopt(self, message: value_pb2.RemoteRef) -> object:
+        """The handle for a ref that came from the worker."""
+        worker = self
+        if message.node.id != self._link.peer.node:
+            worker = worker_of(message, current_node())
+        ref = RemoteRef(worker, message)
+        return _module_handles[-1](ref) if message.is_module and _module_handles else ref
+
+    def _releases(self) -> Releases:
+        return self._place.participant.releases_to(self._link)
 
     def ping(self, timeout: float | None = None) -> float:
         """Seconds for a round trip."""
@@ -252,11 +314,36 @@ def caller() -> RemoteWorker:
     return _CallerHandle(link)
 
 
+def worker_of(message: value_pb2.RemoteRef, node: Node) -> RemoteWorker:
+    """A handle to the worker that holds a value."""
+    link = node.find_link(message.node.id)
+    if link is not None:
+        return _CallerHandle(link)
+    if not message.address:
+        raise NotFound(f"the worker that holds {message.class_name} has no address that is known here")
+    return RemoteWorker(node.place_for(message.address, LinkSettings()), message.address)
+
+
+def handle_for(message: value_pb2.RemoteRef, node: Node) -> RemoteRef:
+    """A handle for a ref to a value that lives elsewhere, and that somebody else keeps alive."""
+    ref = RemoteRef(worker_of(message, node), message)
+    ref._releases = None
+    return ref
+
+
+_module_handles: list[Callable[[RemoteRef], object]] = []
+
+
+def adopt_modules_with(handle: Callable[[RemoteRef], object]) -> None:
+    """Says what stands for a module on a worker. `gradwire.nn` builds on this module, not the reverse."""
+    _module_handles.append(handle)
+
+
 class _CallerHandle(RemoteWorker):
     """Whoever called. Its link is not ours to close, nor to open again."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(SharedLink(lambda: link), str(link.peer))
+        super().__init__(SharedLink(current_node().participant, lambda: link), str(link.peer))
 
     def close(self) -> None:
         self._closed = True

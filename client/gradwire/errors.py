@@ -13,6 +13,9 @@
     ├── CallRefused                         the worker did not run the function
     │   ├── UnknownFunction (LookupError)   no function of that name is exposed
     │   ├── WrongArguments (TypeError)      the arguments do not fit the signature
+    │   ├── AlreadyExists (ValueError)      something of that name is there already
+    │   ├── StaleParameters (RuntimeError)  parameters were stepped between a forward and its backward
+    │   ├── StepRefused (RuntimeError)      an optimizer step was not made, on any worker
     │   ├── NotFound (LookupError)          no such context, message or ref, or no longer
     │   ├── PermissionDenied (PermissionError)
     │   ├── ResourceExhausted               a limit was reached; `retry_after` may say when to try again
@@ -38,6 +41,7 @@ from functools import lru_cache
 from typing import Self
 
 __all__ = [
+    "AlreadyExists",
     "CallRefused",
     "Cancelled",
     "ConnectFailed",
@@ -54,6 +58,8 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "ResourceExhausted",
+    "StaleParameters",
+    "StepRefused",
     "Unavailable",
     "Unencodable",
     "UnknownFunction",
@@ -127,6 +133,28 @@ class WrongArguments(CallRefused, TypeError):
 
 class NotFound(CallRefused, LookupError):
     """The context, message or ref is not held by the worker, or no longer."""
+
+
+class AlreadyExists(CallRefused, ValueError):
+    """Something of that name is there already; get it, or choose another name."""
+
+
+class StaleParameters(CallRefused, RuntimeError):
+    """Parameters were stepped between a forward and its backward; `parameters` names them.
+
+    Locally PyTorch fails here, too. For asynchronous training make the module with ``stale="allow"``.
+    """
+
+    parameters: tuple[str, ...] = ()
+
+
+class StepRefused(CallRefused, RuntimeError):
+    """An optimizer step was not made, on any worker. `reason` says why in a word:
+
+    "missing" (no gradients), "nonfinite", "busy" (with another trainer), "lost" (a worker), or "error".
+    """
+
+    reason: str = ""
 
 
 class PermissionDenied(CallRefused, PermissionError):

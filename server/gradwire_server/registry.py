@@ -8,15 +8,18 @@ import enum
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, TypeVar, overload
+
+import torch
 
 from gradwire.errors import UnknownFunction, WrongArguments
 from gradwire.proto.v1 import describe_pb2
 from gradwire.wire import TypeRegistry
 from gradwire_server.errors import NothingExposed
 
-__all__ = ["Registry", "Served", "expose", "exposed_in"]
+__all__ = ["Registry", "Served", "expose", "exposed_in", "method_names"]
 
 T = TypeVar("T")
 
@@ -79,10 +82,13 @@ def exposed_in(module: ModuleType) -> list[tuple[str, object]]:
 class Served:
     """One thing that can be called."""
 
-    def __init__(self, name: str, value: Callable[..., object]) -> None:
+    def __init__(
+        self, name: str, value: Callable[..., object], like: Callable[..., object] | None = None
+    ) -> None:
         self.name = name
         self.value = value
-        self.signature = _signature(value)
+        self.signature = _signature(like or value)
+        """Of the function itself, or of the one that it is `like`."""
 
     def bind(self, args: Iterable[object], kwargs: dict[str, object]) -> None:
         """Raises WrongArguments if the arguments do not fit."""
@@ -96,15 +102,15 @@ class Served:
             ) from None
 
     def describe(self) -> describe_pb2.Function:
-        is_class = inspect.isclass(self.value)
-        is_function = inspect.isroutine(self.value)
         described = _describe_callable(self.name, self.value, self.signature)
-        if is_class:
+        if inspect.isclass(self.value):
             described.kind = describe_pb2.Function.KIND_CLASS
-        elif is_function:
+            described.methods.extend(_describe_methods(self.value))
+        elif inspect.isroutine(self.value):
             described.kind = describe_pb2.Function.KIND_FUNCTION
         else:
             described.kind = describe_pb2.Function.KIND_INSTANCE
+            described.methods.extend(_describe_methods(type(self.value)))
         return described
 
 
@@ -115,6 +121,10 @@ class Registry:
         self._served: dict[str, Served] = {}
         self.types = TypeRegistry(open=False)
         self._type_names: list[tuple[str, type]] = []
+        self._classes: set[type] = set()
+        self._internal: dict[str, Served] = {}
+        self.instances: dict[str, object] = {}
+        """Objects that the worker's own code exposed, by name."""
         for value in served:
             if isinstance(value, ModuleType):
                 entries = exposed_in(value)
@@ -140,18 +150,31 @@ class Registry:
             self.types.register(value, name)
             self._type_names.append((name, value))
             return
-        if not callable(value):
-            raise TypeError(f"{name} is a {type(value).__name__}, which cannot be called, so not served")
         known = self._served.get(name)
         if known is not None and known.value is not value:
             raise ValueError(f"two different things are exposed as {name!r}; give one another name=")
-        self._served[name] = Served(name, value)
+        if inspect.isclass(value):
+            self._classes.add(value)
+        elif not inspect.isroutine(value):
+            self.instances[name] = value
+        like = value.forward if isinstance(value, torch.nn.Module) else None
+        self._served[name] = Served(name, value if callable(value) else _not_callable(name, value), like)
+
+    def add_internal(self, name: str, value: Callable[..., object]) -> None:
+        """Serves a part of gradwire itself, which is not listed."""
+        self._internal[name] = Served(name, value)
+
+    def makes_objects(self, served: Served) -> bool:
+        """Whether calling it makes an object that stays here."""
+        return inspect.isclass(served.value)
+
+    def is_instance_of_served(self, value: object) -> bool:
+        return type(value) in self._classes
 
     def find(self, name: str, worker: str) -> Served:
-        try:
-            return self._served[name]
-        except KeyError:
-            pass
+        served = self._served.get(name) or self._internal.get(name)
+        if served is not None:
+            return served
         suggestions = difflib.get_close_matches(name, self._served, n=3)
         hint = (
             f"did you mean {' or '.join(suggestions)}?"
@@ -174,6 +197,42 @@ class Registry:
             describe_pb2.ExposedType(name=name, members=_members(type_), is_enum=issubclass(type_, enum.Enum))
             for name, type_ in self._type_names
         ]
+
+
+def _not_callable(name: str, value: object) -> Callable[..., object]:
+    def refuse(*_: object, **__: object) -> object:
+        raise WrongArguments(f"{name} is a {type(value).__name__} and cannot be called; call its methods")
+
+    return refuse
+
+
+@lru_cache
+def _methods(class_: type) -> dict[str, Callable[..., object]]:
+    """The public methods that a class and its bases define, without those of torch's and Python's own."""
+    found: dict[str, Callable[..., object]] = {}
+    for base in class_.__mro__:
+        if base is object or base.__module__.split(".")[0] == "torch":
+            break
+        for name, value in vars(base).items():
+            if not name.startswith("_") and inspect.isfunction(value):
+                found.setdefault(name, value)
+    return dict(sorted(found.items()))
+
+
+def method_names(class_: type) -> list[str]:
+    return list(_methods(class_))
+
+
+def _describe_methods(class_: type) -> list[describe_pb2.Function]:
+    return [_describe_method(name, value) for name, value in _methods(class_).items()]
+
+
+def _describe_method(name: str, function: Any) -> describe_pb2.Function:
+    signature = inspect.signature(function)
+    without_self = signature.replace(parameters=list(signature.parameters.values())[1:])
+    described = _describe_callable(name, function, without_self)
+    described.kind = describe_pb2.Function.KIND_FUNCTION
+    return described
 
 
 def _members(type_: type) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -16,10 +14,11 @@ import torch
 from gradwire import __version__, wire
 from gradwire._node import Node
 from gradwire._scope import current_scope, entered
-from gradwire.autograd import ContextId, MessageId, applied_modes, message_ids, message_protos, nbytes
-from gradwire.errors import InvalidDeviceMap, Unavailable
+from gradwire.autograd import ContextId, applied_modes, message_ids, message_protos, nbytes
+from gradwire.errors import Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.transport import Exchange, faults
+from gradwire_server.calling import CallRunner
 from gradwire_server.execution import Slots
 from gradwire_server.registry import Registry
 
@@ -31,11 +30,11 @@ log = logging.getLogger("gradwire.server")
 class Servicer:
     """What a worker's node does when it is asked."""
 
-    def __init__(self, node: Node, registry: Registry, slots: Slots, limits: wire.Limits) -> None:
+    def __init__(self, node: Node, registry: Registry, slots: Slots, runner: CallRunner) -> None:
         self._node = node
         self._registry = registry
         self._slots = slots
-        self._limits = limits
+        self._runner = runner
         self.draining = False
         node.methods[link_pb2.METHOD_FORWARD_WITH_AUTOGRAD] = self._when_open(self._forward)
         node.methods[link_pb2.METHOD_DESCRIBE] = self._describe
@@ -67,47 +66,13 @@ class Servicer:
                 stack.enter_context(applied_modes(request.modes))
             context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
             stack.enter_context(entered(replace(current_scope(), context=context)))
-            encoder, reply = self._call(request, exchange, context)
+            encoder, reply = self._runner.run(request, exchange, context)
             table, attachments = encoder.finish()
         reply.tensors.CopyFrom(table)
         if exchange.link is not None:
             released = participant.releases_to(exchange.link).take()
             reply.released.extend(message_protos(released))
         exchange.reply(reply.SerializeToString(), attachments)
-
-    def _call(
-        self,
-        request: autograd_pb2.ForwardWithAutogradRequest,
-        exchange: Exchange,
-        context: ContextId | None,
-    ) -> tuple[wire.Encoder, autograd_pb2.ForwardWithAutogradReply]:
-        """Runs the function. On return nothing refers to the arguments but what the function kept."""
-        served = self._registry.find(request.function, self.name)
-        types = self._registry.types
-        decoder = wire.Decoder(
-            request.tensors, exchange.request.attachments, limits=self._limits, types=types
-        )
-        _put_on_devices(decoder, request.devices)
-        participant = self._node.participant
-        participant.receive_call(
-            request.autograd, decoder, exchange.link, f"the arguments of {request.function}"
-        )
-        args = [decoder.value(value, f"args[{index}]") for index, value in enumerate(request.args)]
-        kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
-        served.bind(args, kwargs)
-        result = served.value(*args, **kwargs)
-        if inspect.iscoroutine(result):
-            result = asyncio.run(result)
-        encoder = wire.Encoder(types=types, attach_from=wire.ATTACH_FROM if exchange.link else None)
-        reply = autograd_pb2.ForwardWithAutogradReply(result=encoder.value(result, "result"))
-        if context is not None:
-            own = request.autograd.message if request.autograd.HasField("message") else None
-            autograd = participant.send_results(
-                encoder.tensors, context, None if own is None else MessageId.parse(own), request.function
-            )
-            if autograd is not None:
-                reply.autograd.CopyFrom(autograd)
-        return encoder, reply
 
     def _describe(self, exchange: Exchange) -> None:
         wire.parse(describe_pb2.DescribeRequest, exchange.request.body)
@@ -148,15 +113,6 @@ class Servicer:
         for node, link in clients.items():
             reply.clients.add(name=link.peer.name, node=f"{node:016x}", connected=link.connected)
         exchange.reply(reply.SerializeToString())
-
-
-def _put_on_devices(decoder: wire.Decoder, devices: Sequence[str]) -> None:
-    for index, device in enumerate(devices[: len(decoder.tensors)]):
-        if device:
-            try:
-                decoder.tensors[index] = decoder.tensors[index].to(device)
-            except (RuntimeError, NotImplementedError, AssertionError) as error:
-                raise InvalidDeviceMap(f"a tensor cannot be put on {device!r} here: {error}") from None
 
 
 def _resident_bytes() -> int:

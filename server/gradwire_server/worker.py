@@ -22,11 +22,14 @@ from gradwire._node import Node, refuse_if_forked
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import LinkSettings
 from gradwire.transport.channels import SERVICE, server_options
+from gradwire_server.calling import CallRunner
 from gradwire_server.errors import BindFailed, NothingExposed
 from gradwire_server.execution import Slots
 from gradwire_server.links import Hub
+from gradwire_server.objects import Objects
 from gradwire_server.registry import Registry
 from gradwire_server.servicer import Servicer
+from gradwire_server.training import add_training
 from gradwire_server.unary import unary_handler
 
 __all__ = ["Worker"]
@@ -82,7 +85,16 @@ class Worker:
         self._settings = LinkSettings(lease=lease, lost_after=lost_after, max_message_bytes=max_message_bytes)
         self._node = Node(name)
         self._slots = Slots(self._node.pool, threads)
-        self._servicer = Servicer(self._node, self._registry, self._slots, wire.Limits())
+        self._objects = Objects(self._node.identity.node, lambda: self._node.participant.new_id().number)
+        for instance_name, instance in self._registry.instances.items():
+            self._objects.keep(instance, owner=None, name=instance_name, permanent=True)
+        store = self._node.participant.store
+        # Objects have ids from the same count as messages, and are released by the same means.
+        store.when_released = lambda ids: self._objects.release(id.number for id in ids)
+        store.when_owner_dropped = self._objects.drop_owner
+        add_training(self._registry, self._objects)
+        runner = CallRunner(self._node, self._registry, self._objects, wire.Limits())
+        self._servicer = Servicer(self._node, self._registry, self._slots, runner)
         self._hub = Hub(self._node.identity, self._node.handle, self._settings, self._node.met)
         self._max_unary_bytes = max_unary_bytes
         self._health = health

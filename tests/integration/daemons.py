@@ -88,13 +88,10 @@ class Daemon:
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool] | str) -> dict[str, Any]:
         """The first line that fits, or that has this ``event``, as soon as it is there."""
-        if isinstance(wanted, str):
-            event = wanted
 
-            def fits(line: dict[str, Any]) -> bool:
-                return line.get("event") == event
-        else:
-            fits = wanted
+        def fits(line: dict[str, Any]) -> bool:
+            return line.get("event") == wanted if isinstance(wanted, str) else wanted(line)
+
         end = time.monotonic() + DEADLINE
         with self._changed:
             while True:

@@ -197,7 +197,8 @@ def test_a_call_in_flight_finishes_after_the_signal(
         pipe.write_text("finished")
         assert future.result(DEADLINE) == "finished"
     assert daemon.wait() == 0
-    assert daemon.lines[-1]["event"] == "stopped"
+    events = [line["event"] for line in daemon.lines if "event" in line]
+    assert events == ["ready", "draining", "stopped"]
 
 
 def test_a_call_that_outlives_the_grace_does_not_keep_the_daemon(launch: Launch, tmp_path: Path) -> None:

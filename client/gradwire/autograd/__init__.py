@@ -11,7 +11,7 @@ from gradwire.autograd.modes import applied as applied_modes
 from gradwire.autograd.modes import capture as capture_modes
 from gradwire.autograd.participant import Participant
 from gradwire.autograd.passes import Run
-from gradwire.autograd.records import nbytes
+from gradwire.autograd.records import Releases, nbytes
 from gradwire.autograd.serving import serve_cleanup, serve_propagate
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ContextStore",
     "MessageId",
     "Participant",
+    "Releases",
     "Run",
     "applied_modes",
     "backward_to_leaves",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -52,6 +52,12 @@ class ContextState:
                 for leaf in leaves:
                     self._gradients.pop(leaf, None)
 
+    def scale_gradients(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
+        with self._lock:
+            for leaf in leaves:
+                if leaf in self._gradients:
+                    self._gradients[leaf] = self._gradients[leaf] * factor
+
 
 class ContextStore:
     """All contexts of a node, and the messages in them."""
@@ -61,6 +67,10 @@ class ContextStore:
         self._contexts: dict[ContextId, ContextState] = {}
         self._arguments: dict[MessageId, SentArguments] = {}
         self._results: dict[MessageId, SentResults] = {}
+        self.when_released: Callable[[Sequence[MessageId]], None] = lambda messages: None
+        """Told of all that is released: whoever else uses the same ids lets go of what it holds."""
+        self.when_owner_dropped: Callable[[int], None] = lambda node: None
+        """Told when everything of a client goes."""
 
     def get(self, id: ContextId) -> ContextState:
         """The context, new if need be."""
@@ -101,7 +111,7 @@ class ContextStore:
         with self._lock:
             return [self._results[id] for id in context.results if id in self._results]
 
-    def release(self, messages: Iterable[MessageId]) -> bool:
+    def release(self, messages: Sequence[MessageId]) -> bool:
         """Lets go of messages. Whether there were any."""
         released: list[SentArguments | SentResults] = []
         with self._lock:
@@ -113,6 +123,8 @@ class ContextStore:
                         if context is not None:
                             context.arguments.discard(id)
                             context.results.discard(id)
+        if messages:
+            self.when_released(messages)
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
         return bool(released)
 
@@ -130,3 +142,4 @@ class ContextStore:
         for context in self.contexts():
             if context.id.node == node:
                 self.drop(context.id)
+        self.when_owner_dropped(node)

@@ -154,12 +154,13 @@ class Participant:
         context: ContextId,
         own_call: MessageId | None,
         function: str,
+        check_fresh: Callable[[], None] | None = None,
     ) -> autograd_pb2.AutogradMetadata | None:
         """Records what a reply sends; None if nothing in it requires grad."""
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         if not differentiable or not torch.is_grad_enabled():
             return None
-        sent = SentResults(self.new_id(), context, differentiable, function)
+        sent = SentResults(self.new_id(), context, differentiable, function, check_fresh)
         self.store.keep_results(sent)
         return autograd_pb2.AutogradMetadata(
             context=context.proto,

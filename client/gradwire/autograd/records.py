@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,13 +95,20 @@ class SentResults:
     """Results that this node sent: where a backward that comes back starts."""
 
     def __init__(
-        self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor], function: str
+        self,
+        id: MessageId,
+        context: ContextId,
+        tensors: Sequence[torch.Tensor],
+        function: str,
+        check_fresh: Callable[[], None] | None = None,
     ) -> None:
         self.id = id
         self.context = context
         # Keeps the graph alive until the receiver releases it.
         self.tensors = list(tensors)
         self.function = function
+        self.check_fresh = check_fresh
+        """Raises if the parameters are no longer those of the forward."""
 
     @property
     def like(self) -> list[tuple[torch.Size, torch.device]]:

@@ -47,6 +47,8 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
         gradients = decode_gradients(request.gradients, decoder, results.like)
         roots = [tensor for tensor, grad in zip(results.tensors, gradients, strict=True) if grad is not None]
         try:
+            if results.check_fresh is not None:
+                results.check_fresh()
             _run(participant, run, context, roots, [grad for grad in gradients if grad is not None])
         finally:
             if not request.retain_graph:

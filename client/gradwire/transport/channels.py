@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from gradwire.proto.v1 import worker_pb2
 from gradwire.transport.base import LinkSettings
 
 __all__ = ["LINK_METHOD", "SERVICE", "client_options", "server_options"]
 
-SERVICE = "gradwire.v1.Worker"
+# From the descriptor, so that it is there to be asked for through server reflection.
+SERVICE: str = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 LINK_METHOD = f"/{SERVICE}/Link"
 
 Options = list[tuple[str, int | str]]

@@ -15,6 +15,9 @@ Code = link_pb2.Error
 _CODES: tuple[tuple[type[errors.GradwireError], link_pb2.Error.Code], ...] = (
     (errors.UnknownFunction, Code.CODE_UNKNOWN_FUNCTION),
     (errors.WrongArguments, Code.CODE_WRONG_ARGUMENTS),
+    (errors.StaleParameters, Code.CODE_STALE_PARAMETERS),
+    (errors.AlreadyExists, Code.CODE_ALREADY_EXISTS),
+    (errors.StepRefused, Code.CODE_STEP_REFUSED),
     (errors.NotFound, Code.CODE_NOT_FOUND),
     (errors.PermissionDenied, Code.CODE_PERMISSION_DENIED),
     (errors.ResourceExhausted, Code.CODE_RESOURCE_EXHAUSTED),
@@ -63,6 +66,10 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
                 )
                 if isinstance(error, errors.UnknownFunction):
                     described.details.extend(error.suggestions)
+                if isinstance(error, errors.StaleParameters):
+                    described.details.extend(error.parameters)
+                if isinstance(error, errors.StepRefused):
+                    described.details.append(error.reason)
                 if isinstance(error, errors.ResourceExhausted):
                     described.retry_after_seconds = error.retry_after or 0.0
                 return described
@@ -96,6 +103,10 @@ def rebuild(error: link_pb2.Error) -> errors.GradwireError:
     rebuilt = type_(error.message, worker=worker)
     if isinstance(rebuilt, errors.UnknownFunction):
         rebuilt.suggestions = tuple(error.details)
+    if isinstance(rebuilt, errors.StaleParameters):
+        rebuilt.parameters = tuple(error.details)
+    if isinstance(rebuilt, errors.StepRefused):
+        rebuilt.reason = next(iter(error.details), "")
     if isinstance(rebuilt, errors.ResourceExhausted):
         rebuilt.retry_after = error.retry_after_seconds or None
     return rebuilt

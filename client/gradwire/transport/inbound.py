@@ -96,7 +96,7 @@ class Inbound:
         """Takes a message. Returns it if all its attachments are there."""
         with self._lock:
             if self._is_cancelled(key):
-                self._forget(transfers)
+                self._forget(transfers)  # a cancellation comes behind the last chunk
                 return None
             if not transfers:
                 return message, ()
@@ -115,7 +115,7 @@ class Inbound:
         """Takes a message that nobody wants, and throws away its attachments when they come."""
         with self._lock:
             self._is_cancelled(key)
-            self._forget(transfers)
+            self._forget(transfers, more_to_come=True)
 
     def drop(self, key: Key) -> None:
         """Forgets a message: one that waits for attachments, or a request that is still to come."""
@@ -123,9 +123,9 @@ class Inbound:
             waiting = self._waiting.pop(key, None)
             is_reply, id = key
             if waiting is not None:
-                self._forget(waiting.transfers)
+                self._forget(waiting.transfers, more_to_come=is_reply)
             elif not is_reply and id > self._last_request:
-                self._expect(self._cancelled, id)
+                self._cancelled = self._expect(self._cancelled, id, self._last_request)
 
     # -- all with the lock held
 
@@ -137,8 +137,7 @@ class Inbound:
             raise MalformedMessage(f"request {id} came after request {self._last_request}")
         self._last_request = id
         cancelled = id in self._cancelled
-        if self._cancelled:
-            self._cancelled = {later for later in self._cancelled if later > id}
+        self._cancelled.discard(id)
         return cancelled
 
     def _begin(self, chunk: Chunk) -> _Transfer | None:
@@ -150,11 +149,9 @@ class Inbound:
         if chunk.offset:
             raise MalformedMessage(f"transfer {chunk.transfer} lacks its first {chunk.offset} bytes")
         self._last_begun = chunk.transfer
-        if self._unwanted:
-            unwanted = chunk.transfer in self._unwanted
-            self._unwanted = {later for later in self._unwanted if later > chunk.transfer}
-            if unwanted:
-                return None
+        if chunk.transfer in self._unwanted:
+            self._unwanted.discard(chunk.transfer)
+            return None
         if chunk.total > self._max_bytes:
             raise self._too_large(chunk.total)
         try:
@@ -195,14 +192,18 @@ class Inbound:
         self._forget(waiting.transfers)
         return waiting.message, buffers
 
-    def _forget(self, transfers: Sequence[int]) -> None:
+    def _forget(self, transfers: Sequence[int], *, more_to_come: bool = False) -> None:
         for id in transfers:
             self._wanted_by.pop(id, None)
             self._transfers.pop(id, None)
-            if id > self._last_begun:
-                self._expect(self._unwanted, id)
+            if more_to_come and id > self._last_begun:
+                self._unwanted = self._expect(self._unwanted, id, self._last_begun)
 
-    def _expect(self, ids: set[int], id: int) -> None:
+    def _expect(self, ids: set[int], id: int, past: int) -> set[int]:
+        """Adds one to the ids that are still to come. Those up to `past` never will."""
         if len(ids) >= self.MAX_EXPECTED:
-            raise ResourceExhausted("too much was cancelled before it came")
+            ids = {later for later in ids if later > past}
+            if len(ids) >= self.MAX_EXPECTED:
+                raise ResourceExhausted("too much was cancelled before it came")
         ids.add(id)
+        return ids

@@ -49,11 +49,18 @@ class Encoder:
     """Turns the values of one message into protobuf. Tensors are lifted out into one table.
 
     Storages of at least `attach_from` bytes become attachments, which are the tensors' own memory; with None,
-    everything is in the message.
+    everything is in the message. `ref_of` gives the ref of an object that stays where it is, None for others.
     """
 
-    def __init__(self, *, attach_from: int | None = ATTACH_FROM, types: TypeRegistry | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        attach_from: int | None = ATTACH_FROM,
+        types: TypeRegistry | None = None,
+        ref_of: Callable[[object], value_pb2.RemoteRef | None] | None = None,
+    ) -> None:
         self._types = default_types if types is None else types
+        self._ref_of = ref_of
         self._writer = TensorWriter(attach_from)
         self._arrays: dict[int, tuple[numpy.ndarray[Any, Any], int]] = {}
         self.tensors = self._writer.tensors
@@ -85,6 +92,10 @@ class Encoder:
             raise _Refused(f"nested more than {MAX_DEPTH} levels deep; does a container hold itself?")
         fill = _FILLERS.get(type(obj))
         if fill is None:
+            ref = None if self._ref_of is None else self._ref_of(obj)
+            if ref is not None:
+                message.ref.CopyFrom(ref)
+                return
             fill = _filler_for(obj)
         fill(self, message, obj, depth)
 

@@ -233,9 +233,10 @@ def test_bytes_that_are_no_frame_break_the_protocol(pair: Pair) -> None:
         pair.right.receive(b"\xff\xff\xff", pair.right_streams)
 
 
-def test_a_request_that_comes_twice_over_one_stream_runs_once(pair: Pair) -> None:
+def test_a_request_that_comes_twice_over_the_same_streams_breaks_the_protocol(pair: Pair) -> None:
     pair.left.ask(PING, b"once")
     data = next(pair.left_streams.control)
     pair.right.receive(data, pair.right_streams)
-    pair.right.receive(data, pair.right_streams) if 1 in pair.right._served else None
+    with pytest.raises(errors.MalformedMessage, match="request 1 came after request 1"):
+        pair.right.receive(data, pair.right_streams)
     assert pair.there.asked == [b"once"]

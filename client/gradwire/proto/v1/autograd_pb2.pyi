@@ -56,8 +56,16 @@ class Modes(_message.Message):
     detect_anomaly: bool
     def __init__(self, no_grad: bool = ..., inference: bool = ..., autocast: _Optional[_Iterable[_Union[Autocast, _Mapping]]] = ..., detect_anomaly: bool = ...) -> None: ...
 
+class Keep(_message.Message):
+    __slots__ = ("name", "allow_stale")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_STALE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    allow_stale: bool
+    def __init__(self, name: _Optional[str] = ..., allow_stale: bool = ...) -> None: ...
+
 class ForwardWithAutogradRequest(_message.Message):
-    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices")
+    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices", "keep")
     class KwargsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +82,7 @@ class ForwardWithAutogradRequest(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     function: str
     args: _containers.RepeatedCompositeFieldContainer[_value_pb2.Value]
     kwargs: _containers.MessageMap[str, _value_pb2.Value]
@@ -83,7 +92,8 @@ class ForwardWithAutogradRequest(_message.Message):
     target: _value_pb2.RemoteRef
     released: _containers.RepeatedCompositeFieldContainer[MessageId]
     devices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ...) -> None: ...
+    keep: Keep
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ...) -> None: ...
 
 class ForwardWithAutogradReply(_message.Message):
     __slots__ = ("result", "tensors", "autograd", "released")

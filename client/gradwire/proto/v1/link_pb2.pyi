@@ -170,6 +170,9 @@ class Error(_message.Message):
         CODE_INTERNAL: _ClassVar[Error.Code]
         CODE_PROTOCOL: _ClassVar[Error.Code]
         CODE_INVALID_DEVICE_MAP: _ClassVar[Error.Code]
+        CODE_STALE_PARAMETERS: _ClassVar[Error.Code]
+        CODE_ALREADY_EXISTS: _ClassVar[Error.Code]
+        CODE_STEP_REFUSED: _ClassVar[Error.Code]
     CODE_UNSPECIFIED: Error.Code
     CODE_RAISED: Error.Code
     CODE_UNKNOWN_FUNCTION: Error.Code
@@ -186,6 +189,9 @@ class Error(_message.Message):
     CODE_INTERNAL: Error.Code
     CODE_PROTOCOL: Error.Code
     CODE_INVALID_DEVICE_MAP: Error.Code
+    CODE_STALE_PARAMETERS: Error.Code
+    CODE_ALREADY_EXISTS: Error.Code
+    CODE_STEP_REFUSED: Error.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TYPES_FIELD_NUMBER: _ClassVar[int]

@@ -99,16 +99,22 @@ class EnumMember(_message.Message):
     def __init__(self, type: _Optional[str] = ..., member: _Optional[str] = ...) -> None: ...
 
 class RemoteRef(_message.Message):
-    __slots__ = ("node", "ref", "address", "description")
+    __slots__ = ("node", "ref", "address", "class_name", "name", "is_module", "methods")
     NODE_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_MODULE_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
     node: NodeId
     ref: int
     address: str
-    description: str
-    def __init__(self, node: _Optional[_Union[NodeId, _Mapping]] = ..., ref: _Optional[int] = ..., address: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
+    class_name: str
+    name: str
+    is_module: bool
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[_Union[NodeId, _Mapping]] = ..., ref: _Optional[int] = ..., address: _Optional[str] = ..., class_name: _Optional[str] = ..., name: _Optional[str] = ..., is_module: bool = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Value(_message.Message):
     __slots__ = ("singleton", "boolean", "integer", "big_integer", "real", "complex", "text", "binary", "list", "tuple", "set", "frozen_set", "dict", "slice", "dtype", "device", "size", "tensor", "array", "record", "enum_member", "ref")

@@ -1,0 +1,133 @@
+"""Who no longer waits, and whose time ran out, is heard at the other end and further on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+from tests.conftest import Workers
+
+import gradwire as gw
+
+
+@pytest.fixture
+def worker(workers: Workers) -> Iterator[gw.RemoteWorker]:
+    with gw.connect(workers.a) as worker:
+        yield worker
+
+
+@pytest.fixture
+def name() -> str:
+    return uuid.uuid4().hex
+
+
+def test_cancelling_a_future_reaches_the_function(worker: gw.RemoteWorker, name: str) -> None:
+    future = worker.call_async("wait_for_cancel", name)
+    assert worker.happened(f"{name} runs")
+    assert future.cancel()
+    assert future.cancelled()
+    assert worker.happened(f"{name} was cancelled")
+    with pytest.raises(CancelledError):
+        future.result()
+
+
+def test_cancelling_reaches_what_the_function_called(workers: Workers, name: str) -> None:
+    with gw.connect(workers.a) as a, gw.connect(workers.b) as b:
+        future = a.call_async("wait_for_cancel_further_on", workers.b, name)
+        assert b.happened(f"{name} runs")
+        future.cancel()
+        assert b.happened(f"{name} was cancelled")
+        assert a.happened(f"{name} was left")
+
+
+def test_cancelling_an_await_reaches_the_function(worker: gw.RemoteWorker, name: str) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(wait_for_it())
+        assert await worker.call_async("happened", f"{name} runs")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def wait_for_it() -> None:
+        await worker.call_async("wait_for_cancel", name)
+
+    asyncio.run(main())
+    assert worker.happened(f"{name} was cancelled")
+
+
+def test_a_timeout_of_asyncio_reaches_the_function(worker: gw.RemoteWorker, name: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(0.1):
+            await worker.call_async("wait_for_cancel", name)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert worker.happened(f"{name} was cancelled")
+
+
+def test_a_timeout_ends_the_call_here_and_there(worker: gw.RemoteWorker, name: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(gw.DeadlineExceeded, match="did not answer within") as caught:
+        worker.call("wait_for_cancel", name, timeout=0.3)
+    assert 0.25 < time.monotonic() - start < 10
+    assert isinstance(caught.value, TimeoutError)
+    assert worker.happened(f"{name} was cancelled")
+
+
+def test_a_timeout_bounds_what_the_function_calls(workers: Workers, name: str) -> None:
+    with gw.connect(workers.a) as a, gw.connect(workers.b) as b:
+        with pytest.raises(gw.DeadlineExceeded):
+            a.call("wait_for_cancel_further_on", workers.b, name, timeout=0.5)
+        assert b.happened(f"{name} was cancelled")
+
+
+def test_a_function_knows_the_time_left(worker: gw.RemoteWorker) -> None:
+    assert worker.deadline() is None
+    assert 0 < worker.call("deadline", timeout=20) <= 20
+    with gw.timeout(10):
+        assert 0 < worker.deadline() <= 10
+        with gw.timeout(60):
+            assert 0 < worker.call("deadline", timeout=30) <= 10
+
+
+def test_no_time_left_means_no_call(worker: gw.RemoteWorker) -> None:
+    with gw.timeout(0), pytest.raises(gw.DeadlineExceeded):
+        worker.double(1)
+
+
+def test_waiting_for_a_future_with_a_timeout_does_not_end_the_call(
+    worker: gw.RemoteWorker, name: str
+) -> None:
+    future = worker.call_async("happened", name)
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.05)
+    worker.signal(name)
+    assert future.result(30) is True
+
+
+def test_a_call_cancelled_while_it_waits_for_a_slot_never_runs(worker: gw.RemoteWorker, name: str) -> None:
+    first = worker.call_async("wait_for_cancel", f"{name} 1")
+    assert worker.happened(f"{name} 1 runs")
+    second = worker.call_async("wait_for_cancel", f"{name} 2")  # both threads of the worker are taken
+    waiting = worker.call_async("count", name)
+    waiting.cancel()
+    worker.ping()  # takes no thread, and comes after the cancellation
+    first.cancel()
+    second.cancel()
+    assert worker.count(name) == 1
+
+
+def test_closing_the_handle_cancels_what_runs(workers: Workers, name: str) -> None:
+    with gw.connect(workers.b) as watcher_of_b:
+        # Another target string makes a link of its own.
+        other = gw.connect(workers.b.replace("127.0.0.1", "localhost"))
+        future = other.call_async("wait_for_cancel", name)
+        assert watcher_of_b.happened(f"{name} runs")
+        other.close()
+        with pytest.raises(gw.LinkClosed):
+            future.result(10)
+        assert watcher_of_b.happened(f"{name} was cancelled")

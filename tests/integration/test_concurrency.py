@@ -1,0 +1,167 @@
+"""Many at once: calls, threads, clients, and calls within calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tests.conftest import Workers
+
+import gradwire as gw
+import gradwire_server as gws
+
+
+def test_two_hundred_calls_from_fifty_threads(workers: Workers) -> None:
+    def four_calls(number: int) -> list[torch.Tensor]:
+        with gw.connect(workers.a) as worker:
+            return [worker.double(torch.full((1000 * step,), float(number))) for step in range(1, 5)]
+
+    with gw.connect(workers.a), ThreadPoolExecutor(50) as pool:
+        for number, results in enumerate(pool.map(four_calls, range(50))):
+            for step, result in enumerate(results, 1):
+                assert torch.equal(result, torch.full((1000 * step,), 2.0 * number))
+
+
+def test_thousands_of_calls_in_flight(workers: Workers) -> None:
+    with gw.connect(workers.a) as worker:
+        futures = [worker.call_async("double", number) for number in range(3000)]
+        assert [future.result(60) for future in futures] == list(range(0, 6000, 2))
+
+
+def test_threads_that_connect_at_the_same_time_share_a_link(workers: Workers) -> None:
+    start = threading.Barrier(20)
+
+    def connect(_: int) -> gw.RemoteWorker:
+        start.wait()
+        return gw.connect(workers.a)
+
+    with ThreadPoolExecutor(20) as pool:
+        handles = list(pool.map(connect, range(20)))
+    assert len({id(handle._link) for handle in handles}) == 1
+
+
+def test_two_client_processes_at_once(workers: Workers) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, torch, gradwire as gw
+        torch.set_num_threads(1)
+        target, number = sys.argv[1], float(sys.argv[2])
+        with gw.connect(target) as worker:
+            futures = [worker.call_async("double", torch.full((size,), number)) for size in range(0, 100_000, 999)]
+            assert all((future.result() == 2 * number).all() for future in futures)
+            print("ok")
+        """
+    )
+    clients = [
+        subprocess.Popen([sys.executable, "-c", script, workers.a, str(number)], stdout=subprocess.PIPE)
+        for number in (1, 2)
+    ]
+    assert [client.communicate(timeout=60)[0] for client in clients] == [b"ok\n", b"ok\n"]
+
+
+def test_64_nested_hops_between_two_workers_with_two_threads_each(workers: Workers) -> None:
+    with gw.connect(workers.a) as worker:
+        assert worker.call("hop", 64, workers.b, workers.a, timeout=60) == 64
+
+
+def test_several_deep_nests_at_once(workers: Workers) -> None:
+    with gw.connect([workers.a, workers.b][0]) as worker:
+        futures = [worker.call_async("hop", 24, workers.b, workers.a, timeout=60) for _ in range(4)]
+        assert [future.result() for future in futures] == [24] * 4
+
+
+def test_no_more_functions_run_at_once_than_there_are_threads() -> None:
+    lock, running = threading.Lock(), Counter[str]()
+
+    def work() -> int:
+        with lock:
+            running["now"] += 1
+            running["most"] = max(running["most"], running["now"])
+        threading.Event().wait(0.01)
+        with lock:
+            running["now"] -= 1
+        return 1
+
+    with gws.Worker(work, threads=3) as worker, gw.connect(worker.address) as handle:
+        assert sum(f.result() for f in [handle.call_async("work") for _ in range(30)]) == 30
+    assert running["most"] == 3
+
+
+def test_a_function_keeps_only_the_calls_that_are_in_flight() -> None:
+    seen: list[int] = []
+
+    def busy(target: str) -> None:
+        from gradwire._scope import current_scope
+
+        exchange = current_scope().exchange
+        other = gw.connect(target)
+        for _ in range(50):
+            other.call("leaf")
+        seen.append(len(exchange._callbacks))  # type: ignore[union-attr]
+
+    def leaf() -> int:
+        return 1
+
+    with gws.Worker(busy, leaf) as worker, gw.connect(worker.address) as handle:
+        handle.busy(worker.address)
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_stopping_lets_calls_in_flight_finish_and_delivers_their_results(threads: int) -> None:
+    runs, go_on = threading.Event(), threading.Event()
+
+    def large() -> torch.Tensor:
+        runs.set()
+        go_on.wait(20)
+        return torch.ones(8 << 20)
+
+    worker = gws.Worker(large, threads=threads).start()
+    handle = gw.connect(worker.address, connect_timeout=0.3)
+    future = handle.call_async("large")
+    assert runs.wait(20)
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(worker.stop, 20)
+        while not worker._servicer.draining:
+            threading.Event().wait(0.001)
+        with pytest.raises((gw.Unavailable, gw.LinkError)):
+            handle.large()
+        go_on.set()
+        assert future.result(20).sum() == 8 << 20
+        assert stopping.result(20) is True
+    with pytest.raises(gw.LinkError):
+        handle.large()
+
+
+def test_stopping_does_not_wait_forever_and_cancels_what_runs() -> None:
+    runs, was_cancelled = threading.Event(), threading.Event()
+
+    def stubborn() -> None:
+        runs.set()
+        while not gw.cancelled():
+            threading.Event().wait(0.001)
+        was_cancelled.set()
+
+    worker = gws.Worker(stubborn).start()
+    handle = gw.connect(worker.address)
+    future = handle.call_async("stubborn")
+    assert runs.wait(20)
+    assert worker.stop(grace=0.05) is False
+    assert was_cancelled.is_set()
+    with pytest.raises(gw.LinkClosed, match="ended the link"):
+        future.result(20)
+
+
+def test_a_worker_is_started_once() -> None:
+    worker = gws.Worker(abs)
+    with worker, pytest.raises(RuntimeError, match="started once"):
+        worker.start()
+    with pytest.raises(RuntimeError, match="started once"):
+        worker.start()
+    assert worker.stop() is True

@@ -1,0 +1,83 @@
+"""Threads come and go with what needs them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tests.conftest import Workers
+
+import gradwire as gw
+import gradwire_server as gws
+
+
+def gradwire_threads() -> set[str]:
+    return {
+        f"{thread.name} {thread.ident}"
+        for thread in threading.enumerate()
+        if thread.name.startswith("gradwire") and thread.name != "gradwire-timers"
+    }
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.005)
+
+
+def test_a_worker_that_has_stopped_leaves_no_thread() -> None:
+    before = gradwire_threads()
+    worker = gws.Worker(abs).start()
+    handle = gw.connect(worker.address)
+    assert [future.result() for future in [handle.call_async("abs", -1) for _ in range(20)]] == [1] * 20
+    handle.close()
+    worker.stop()
+    assert gradwire_threads() == before
+
+
+def test_a_worker_that_stops_first_leaves_no_thread_at_its_clients() -> None:
+    before = gradwire_threads()
+    worker = gws.Worker(abs).start()
+    handle = gw.connect(worker.address)
+    assert handle.abs(-1) == 1
+    worker.stop()
+    eventually(lambda: gradwire_threads() == before)
+
+
+def test_a_link_that_is_closed_leaves_no_thread(workers: Workers) -> None:
+    before = gradwire_threads()
+    for _ in range(3):
+        with gw.connect(workers.a) as worker:
+            worker.double(1)
+        assert gradwire_threads() == before
+
+
+def test_clients_that_go_leave_no_thread_at_the_worker(workers: Workers) -> None:
+    with gw.connect(workers.a) as watcher:
+
+        def readers() -> int:
+            return sum(name.startswith("gradwire-read") for name in watcher.threads())
+
+        before = readers()  # the two streams of this one, and those of the other worker
+        # Handles with settings of their own have links of their own.
+        others = [gw.connect(workers.a, lost_after=seconds) for seconds in (20, 21, 22)]
+        assert readers() == before + 2 * len(others)
+        for other in others:
+            other.close()
+        eventually(lambda: readers() == before)
+
+
+def test_the_timers_thread_ends_when_there_is_nothing_to_wait_for() -> None:
+    from gradwire.transport.timers import _Clock
+
+    clock = _Clock()
+    clock.IDLE_SECONDS = 0.01  # type: ignore[misc]
+    fired = threading.Event()
+    clock.call_later(0.0, fired.set)
+    assert fired.wait(20)
+    eventually(lambda: clock._thread is None)
+    again = threading.Event()
+    clock.call_later(0.0, again.set)
+    assert again.wait(20)
