@@ -15,6 +15,7 @@ from gradwire._scope import cancelled, deadline, timeout
 from gradwire._version import __version__
 from gradwire._workers import RemoteFunction, RemoteWorker, caller, connect
 from gradwire.errors import *  # noqa: F403 - the whole tree is public
+from gradwire.transport import Traffic
 from gradwire.wire import register_type
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "RemoteFunction",
     "RemoteRef",
     "RemoteWorker",
+    "Traffic",
     "__version__",
     "caller",
     "cancelled",

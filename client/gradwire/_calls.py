@@ -26,25 +26,36 @@ class CallFuture(Pending):
     A `concurrent.futures.Future`, and awaitable. Cancelling it reaches the worker.
     """
 
-    def __init__(self, decode: Callable[[Received], object]) -> None:
+    def __init__(self, decode: Callable[[Received], object], append_unread: Callable[[bytes], None]) -> None:
         super().__init__()
         self._decode: Callable[[Received], object] | None = decode
+        self._append_unread = append_unread
         self._decode_lock = threading.Lock()
         self._value: object = None
 
     def result(self, timeout: float | None = None) -> Any:
-        if self.done():
-            received = super().result(0)
-        else:
-            with current_scope().around_wait():
-                received = super().result(timeout)
-        # Decoded by whoever asks for the result, not by the link's thread: so autograd records it there.
-        with self._decode_lock:
-            if self._decode is not None:
-                self._value = self._decode(received)
-                self._decode = None
-                self._result = None
-        return self._value
+        try:
+            if self.done():
+                received = super().result(0)
+            else:
+                with current_scope().around_wait():
+                    received = super().result(timeout)
+            # Decoded by whoever asks for the result, not by the link's thread: so autograd records it there.
+            with self._decode_lock:
+                if self._decode is not None:
+                    self._value = self._decode(received)
+                    self._decode = None
+                    self._result = None
+            return self._value
+        finally:
+            # Else an exception, whose traceback has this frame, would refer to itself by way of the future,
+            # and keep the locals of all frames that it passed until the collector comes.
+            del self
+
+    def __del__(self) -> None:
+        # Whoever throws a result away unread never learns what there is to release on the worker.
+        if self._decode is not None and isinstance(self._result, Received):
+            self._append_unread(self._result.body)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -54,7 +65,7 @@ class CallFuture(Pending):
             if not done.done():
                 done.set_result(None)
 
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        self.when_settled(lambda: loop.call_soon_threadsafe(wake))
         try:
             yield from done
         except asyncio.CancelledError:
@@ -89,18 +100,27 @@ def start_call(
         request.kwargs[name].CopyFrom(encoder.value(arg, name))
     request.devices.extend(devices.places_for(encoder.tensors, str(link.peer)))
     participant = current_node().participant
-    participant.send_call(request, encoder.tensors, current_context_id(), link)
-    table, attachments = encoder.finish()
-    request.tensors.CopyFrom(table)
-    future = CallFuture(partial(_decode_reply, participant, link, function, devices, resolve_ref))
-    _cancel_with_caller(future)
-    link.ask(
-        link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
-        request.SerializeToString(),
-        attachments,
-        timeout=left,
-        pending=future,
+    future = CallFuture(
+        partial(_decode_reply, participant, link, function, devices, resolve_ref),
+        participant.releases_to(link).append_unread,
     )
+    sent = participant.send_call(request, encoder.tensors, current_context_id(), link)
+    if sent is not None:
+        participant.forget_if_failed(sent, future)
+    try:
+        table, attachments = encoder.finish()
+        request.tensors.CopyFrom(table)
+        _cancel_with_caller(future)
+        link.ask(
+            link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
+            request.SerializeToString(),
+            attachments,
+            timeout=left,
+            pending=future,
+        )
+    except BaseException:
+        future.cancel()
+        raise
     return future
 
 
@@ -113,7 +133,7 @@ def _cancel_with_caller(future: Pending) -> None:
         raise Cancelled("the caller of this function has cancelled it")
     take_back = exchange.when_cancelled(future.cancel)
     # Else a function that makes many calls would keep the results of all of them until it returns.
-    future.add_done_callback(lambda _: take_back())
+    future.when_settled(take_back)
 
 
 def _decode_reply(
@@ -141,3 +161,5 @@ def wait(future: CallFuture, what: str) -> Any:
     except GradwireError as error:
         error.add_note(f"while calling {what}")
         raise
+    finally:
+        del future  # as in CallFuture.result

@@ -148,6 +148,7 @@ class Node:
             places, self._places = list(self._places.values()), {}
         for place in places:
             place.close()
+        self.participant.close()
         self.pool.shutdown(wait=False)
 
 

@@ -17,7 +17,7 @@ from gradwire._scope import current_scope, time_left
 from gradwire.autograd import ContextId, Releases
 from gradwire.errors import GradwireError, LinkClosed, NotFound
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2, value_pb2
-from gradwire.transport import Link, LinkSettings
+from gradwire.transport import Link, LinkSettings, Traffic
 
 __all__ = ["RemoteFunction", "RemoteWorker", "caller", "connect"]
 
@@ -67,8 +67,10 @@ class RemoteWorker:
         `timeout` in seconds bounds the whole call, and whatever it calls in turn. Raises
         `DeadlineExceeded` when it runs out, and a `RemoteError` if the function raised.
         """
-        future = self.call_async(function, *args, timeout=timeout, **kwargs)
-        return _calls.wait(future, f"{function} on {self._target}")
+        # Without a name for the future: an error's traceback would have it.
+        return _calls.wait(
+            self.call_async(function, *args, timeout=timeout, **kwargs), f"{function} on {self._target}"
+        )
 
     def call_async(
         self, function: str, /, *args: object, timeout: float | None = None, **kwargs: object
@@ -157,6 +159,10 @@ class RemoteWorker:
 
     # -- what there is
 
+    def traffic(self) -> Traffic:
+        """Bytes that this process and the worker sent each other since their link was opened."""
+        return self._link.traffic
+
     def describe(self, timeout: float | None = 30.0) -> describe_pb2.DescribeReply:
         """What the worker says of itself, as protobuf."""
         request = describe_pb2.DescribeRequest().SerializeToString()
@@ -214,16 +220,29 @@ class RemoteWorker:
         return f"<gradwire worker at {self._target}{' (closed)' if self._closed else ''}>"
 
 
+class _ServedDoc:
+    """The docstring of a function on a worker, asked for when somebody looks."""
+
+    def __get__(self, function: RemoteFunction | None, owner: type) -> str:
+        if function is None:
+            return "A function of a worker, to be called like one of one's own."
+        try:
+            return function._info().doc
+        except (GradwireError, AttributeError):
+            return ""
+
+
 class RemoteFunction:
-    """A function of a worker, to be called like one of one's own."""
+    __doc__ = _ServedDoc()
 
     def __init__(self, worker: RemoteWorker, name: str) -> None:
         self._worker = worker
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        future = self._worker._start(self.__name__, args, kwargs)
-        return _calls.wait(future, f"{self.__name__} on {self._worker.target}")
+        return _calls.wait(
+            self._worker._start(self.__name__, args, kwargs), f"{self.__name__} on {self._worker.target}"
+        )
 
     def _info(self) -> FunctionInfo:
         description = self._worker._description or self._worker.describe(5.0)
@@ -238,13 +257,6 @@ class RemoteFunction:
             return self._info().signature
         except GradwireError as error:
             raise AttributeError("__signature__") from error
-
-    @property
-    def __doc__(self) -> str:  # type: ignore[override]
-        try:
-            return self._info().doc
-        except (GradwireError, AttributeError):
-            return ""
 
     def __repr__(self) -> str:
         return f"<gradwire function {self.__name__} at {self._worker.target}>"

@@ -76,7 +76,7 @@ def exposed_in(module: ModuleType) -> list[tuple[str, object]]:
         entry = _exposed.get(id(value))
         if entry is not None and entry.value is value:
             found.setdefault(id(value), entry)
-    return sorted((entry.name, entry.value) for entry in found.values())
+    return sorted(((entry.name, entry.value) for entry in found.values()), key=lambda pair: pair[0])
 
 
 class Served:

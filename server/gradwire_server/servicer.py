@@ -62,8 +62,7 @@ class Servicer:
         participant = self._node.participant
         participant.store.release(message_ids(request.released))
         with ExitStack() as stack:
-            if request.HasField("modes"):
-                stack.enter_context(applied_modes(request.modes))
+            stack.enter_context(applied_modes(request.modes))
             context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
             stack.enter_context(entered(replace(current_scope(), context=context)))
             encoder, reply = self._runner.run(request, exchange, context)
@@ -73,6 +72,8 @@ class Servicer:
             released = participant.releases_to(exchange.link).take()
             reply.released.extend(message_protos(released))
         exchange.reply(reply.SerializeToString(), attachments)
+        if reply.HasField("autograd"):
+            participant.release_if_unwanted(reply.autograd, exchange)
 
     def _describe(self, exchange: Exchange) -> None:
         wire.parse(describe_pb2.DescribeRequest, exchange.request.body)

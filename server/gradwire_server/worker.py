@@ -138,9 +138,19 @@ class Worker:
             if self._health:
                 names.append(health_module.SERVICE_NAME)
             reflection_module.enable_server_reflection(names, server)
-        self.addresses = tuple(_bind(server, address) for address in self._binds)
+        try:
+            self.addresses = tuple(_bind(server, address) for address in self._binds)
+        except BindFailed:
+            # The addresses that were to be had must not stay taken; gRPC lets go of them only in a server
+            # that was started.
+            server.start()
+            server.stop(None).wait(_FAREWELL_SECONDS)
+            self._streams_pool.shutdown()
+            self._node.close()
+            raise
         self._server = server
         server.start()
+        self._node.participant.keep_lease(self._settings.lease)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         log.debug("%s serves %s at %s", self.name, ", ".join(self.functions), ", ".join(self.addresses))
         return self
@@ -195,17 +205,21 @@ class Worker:
 
 def _bind(server: grpc.Server, address: str) -> str:
     """Listens on an address; returns it with the real port."""
-    if address.startswith("unix:"):
+    is_unix = address.startswith("unix:")
+    if is_unix:
         _free_unix_path(address)
+    else:
+        _check_tcp_address(address)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     if not port:
-        raise BindFailed(f"cannot listen on {address}: {_why_not(address)}", address=address)
-    if address.startswith("unix:"):
-        return address
-    return f"{address.rpartition(':')[0]}:{port}"
+        raise BindFailed(
+            f"cannot listen on {address}: gRPC refused it; an address is HOST:PORT or unix:PATH",
+            address=address,
+        )
+    return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _free_unix_path(address: str) -> None:
@@ -225,17 +239,15 @@ def _free_unix_path(address: str) -> None:
     raise BindFailed(f"cannot listen on {address}: another process serves there", address=address)
 
 
-def _why_not(address: str) -> str:
-    """gRPC only says that it failed; asking the system for the same says why."""
+def _check_tcp_address(address: str) -> None:
+    """gRPC only says that it failed, in a line of its own on stderr; asking the system first says why."""
     host, _, port = address.rpartition(":")
     try:
-        if not address.startswith("unix:"):
-            family, kind, protocol, _, endpoint = socket.getaddrinfo(
-                host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(endpoint)
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(
+            host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(endpoint)
     except OSError as error:
-        return error.strerror or str(error)
-    return "gRPC refused it; an address is HOST:PORT or unix:PATH"
+        raise BindFailed(f"cannot listen on {address}: {error.strerror or error}", address=address) from None

@@ -85,7 +85,7 @@ def test_handles_to_one_target_share_a_link(workers: Workers) -> None:
     assert first._link is second._link
     first.close()
     assert second.double(2) == 4
-    with pytest.raises(gw.LinkClosed, match="this handle to .* was closed"):
+    with pytest.raises(gw.LinkClosed, match=r"this handle to .* was closed"):
         first.double(2)
     link = second._link
     second.close()
@@ -183,6 +183,17 @@ def test_a_done_callback_is_called(worker: gw.RemoteWorker) -> None:
     results: Future[int] = Future()
     worker.call_async("double", 4).add_done_callback(lambda future: results.set_result(future.result()))
     assert results.result(30) == 8
+
+
+def test_a_done_callback_may_call_again(worker: gw.RemoteWorker) -> None:
+    results: Future[int] = Future()
+
+    def call_again(future: Future[int]) -> None:
+        # On the thread that reads the link this would wait forever for what only that thread can read.
+        results.set_result(worker.double(future.result()))
+
+    worker.call_async("double", 4).add_done_callback(call_again)
+    assert results.result(30) == 16
 
 
 def test_functions_are_described(worker: gw.RemoteWorker) -> None:

@@ -53,7 +53,8 @@ def test_two_client_processes_at_once(workers: Workers) -> None:
         torch.set_num_threads(1)
         target, number = sys.argv[1], float(sys.argv[2])
         with gw.connect(target) as worker:
-            futures = [worker.call_async("double", torch.full((size,), number)) for size in range(0, 100_000, 999)]
+            tensors = [torch.full((size,), number) for size in range(0, 100_000, 999)]
+            futures = [worker.call_async("double", tensor) for tensor in tensors]
             assert all((future.result() == 2 * number).all() for future in futures)
             print("ok")
         """

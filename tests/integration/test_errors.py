@@ -30,7 +30,7 @@ def test_a_builtin_error_is_caught_as_what_it_is(worker: gw.RemoteWorker, type_:
 def test_an_error_of_an_unknown_type_is_caught_as_the_builtin_that_it_derives_from(
     worker: gw.RemoteWorker,
 ) -> None:
-    with pytest.raises(LookupError, match="functions.Own: it failed") as caught:
+    with pytest.raises(LookupError, match=r"functions\.Own: it failed") as caught:
         worker.fail("Own")
     assert isinstance(caught.value, gw.RemoteError)
     assert caught.value.remote_type == "functions.Own"
@@ -77,7 +77,7 @@ def test_an_error_from_further_on_keeps_its_type_and_both_tracebacks(workers: Wo
 
 def test_an_error_from_far_further_on_is_still_the_same(workers: Workers) -> None:
     a, b = workers.a, workers.b
-    with gw.connect(a) as worker, pytest.raises(LookupError, match="functions.Own: it failed") as caught:
+    with gw.connect(a) as worker, pytest.raises(LookupError, match=r"functions\.Own: it failed") as caught:
         worker.call_on(b, "call_on", a, "call_on", b, "fail", "Own")
     assert isinstance(caught.value, gw.RemoteError)
     assert caught.value.remote_traceback.count("in call_on") == 3
@@ -127,5 +127,5 @@ def test_an_error_text_that_is_no_unicode_arrives(worker: gw.RemoteWorker) -> No
 
 
 def test_a_worker_that_cannot_be_reached_further_on_is_named(worker: gw.RemoteWorker) -> None:
-    with pytest.raises(gw.LinkError, match="no gradwire worker answered at 127.0.0.1:1"):
+    with pytest.raises(gw.LinkError, match=r"no gradwire worker answered at 127\.0\.0\.1:1"):
         worker.call_nowhere()

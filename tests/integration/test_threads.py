@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from tests.conftest import Workers
 
 import gradwire as gw
@@ -44,6 +47,23 @@ def test_a_worker_that_stops_first_leaves_no_thread_at_its_clients() -> None:
     assert handle.abs(-1) == 1
     worker.stop()
     eventually(lambda: gradwire_threads() == before)
+
+
+def test_a_worker_that_cannot_have_all_its_addresses_keeps_none(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        busy, port = taken.getsockname()[1], free.getsockname()[1]
+        free.close()
+        with pytest.raises(gws.BindFailed, match=f"cannot listen on 127.0.0.1:{busy}"):
+            gws.Worker(abs, bind=(f"127.0.0.1:{port}", f"127.0.0.1:{busy}")).start()
+        with gws.Worker(abs, bind=f"127.0.0.1:{port}") as worker:
+            assert worker.address == f"127.0.0.1:{port}"
+
+
+def test_a_unix_socket_is_removed_when_the_worker_stops(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with gws.Worker(abs, bind=f"unix:{path}"):
+        assert path.exists()
+    assert not path.exists()
 
 
 def test_a_link_that_is_closed_leaves_no_thread(workers: Workers) -> None:

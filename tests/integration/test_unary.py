@@ -110,7 +110,9 @@ def test_each_error_has_its_status(
     assert failure(channel, FORWARD, forward(function, *args)).code() is status
 
 
-@pytest.mark.parametrize("method", ["ForwardWithAutograd", "PropagateGradients", "CleanupContext", "Describe"])
+@pytest.mark.parametrize(
+    "method", ["ForwardWithAutograd", "PropagateGradients", "CleanupContext", "Describe"]
+)
 @pytest.mark.parametrize("body", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a" * 1000])
 def test_what_is_no_message_is_refused(channel: grpc.Channel, method: str, body: bytes) -> None:
     error = failure(channel, f"/gradwire.v1.Worker/{method}", body)

@@ -12,12 +12,17 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.autograd.ids import ContextId, MessageId
-from gradwire.autograd.records import SentArguments, SentResults
+from gradwire.autograd.records import SentArguments, SentResults, added
+from gradwire.errors import NotFound
 from gradwire.transport.base import Link
 
 __all__ = ["ContextState", "ContextStore"]
+
+_REMEMBERED_ENDED = 10_000
+"""So many contexts that have ended are remembered, so that a late call cannot bring one back to life."""
 
 
 class ContextState:
@@ -31,14 +36,16 @@ class ContextState:
         self.results: set[MessageId] = set()
         self.involved: weakref.WeakSet[Link] = weakref.WeakSet()
         """Where calls of this context went: they hold a part of it, too."""
+        self.peers: set[int] = set()
+        """The nodes that it came from. While one of them has a link to this node, it is theirs to end."""
         self._lock = threading.Lock()
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        # Weak, as `.grad` is: a leaf that a function made for one call takes its gradient along.
+        self._gradients = WeakTensorKeyDictionary()
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         with self._lock:
-            so_far = self._gradients.get(leaf)
-            # Not in place: torch may have given the same tensor as the gradient of several leaves.
-            self._gradients[leaf] = gradient if so_far is None else so_far + gradient
+            so_far = self._gradients.get(leaf)  # type: ignore[no-untyped-call]
+            self._gradients[leaf] = gradient if so_far is None else added(so_far, gradient)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
@@ -50,7 +57,7 @@ class ContextState:
                 self._gradients.clear()
             else:
                 for leaf in leaves:
-                    self._gradients.pop(leaf, None)
+                    self._gradients.pop(leaf, None)  # type: ignore[no-untyped-call]
 
     def scale_gradients(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
         with self._lock:
@@ -67,23 +74,29 @@ class ContextStore:
         self._contexts: dict[ContextId, ContextState] = {}
         self._arguments: dict[MessageId, SentArguments] = {}
         self._results: dict[MessageId, SentResults] = {}
+        self._ended: dict[ContextId, None] = {}
         self.when_released: Callable[[Sequence[MessageId]], None] = lambda messages: None
         """Told of all that is released: whoever else uses the same ids lets go of what it holds."""
         self.when_owner_dropped: Callable[[int], None] = lambda node: None
         """Told when everything of a client goes."""
 
     def get(self, id: ContextId) -> ContextState:
-        """The context, new if need be."""
+        """The context, new if need be. Raises NotFound if it has ended."""
         with self._lock:
             context = self._contexts.get(id)
             if context is None:
+                if id in self._ended:
+                    raise NotFound(f"context {id} has ended")
                 context = self._contexts[id] = ContextState(id)
             context.last_used = time.monotonic()
             return context
 
     def find(self, id: ContextId) -> ContextState | None:
         with self._lock:
-            return self._contexts.get(id)
+            context = self._contexts.get(id)
+            if context is not None:
+                context.last_used = time.monotonic()
+            return context
 
     def contexts(self) -> list[ContextState]:
         with self._lock:
@@ -96,7 +109,9 @@ class ContextStore:
 
     def keep_results(self, sent: SentResults) -> None:
         with self._lock:
-            self.get(sent.context).results.add(sent.id)
+            context = self.get(sent.context)
+            context.results.add(sent.id)
+            context.peers.add(sent.peer)
             self._results[sent.id] = sent
 
     def arguments(self, id: MessageId) -> SentArguments | None:
@@ -128,6 +143,23 @@ class ContextStore:
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
         return bool(released)
 
+    def release_sent_to(self, node: int) -> None:
+        """Lets go of all messages that went to a node, which is gone."""
+        with self._lock:
+            every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
+            sent = [message.id for message in every if message.peer == node]
+        del every
+        self.release(sent)
+
+    def end(self, id: ContextId) -> ContextState | None:
+        """Lets go of a context for good: whoever uses it from now on is told so."""
+        with self._lock:
+            if id.number:
+                self._ended[id] = None
+                if len(self._ended) > _REMEMBERED_ENDED:
+                    del self._ended[next(iter(self._ended))]
+        return self.drop(id)
+
     def drop(self, id: ContextId) -> ContextState | None:
         """Lets go of a context and all its messages."""
         with self._lock:
@@ -137,9 +169,20 @@ class ContextStore:
         del held  # after the lock, as above
         return context
 
-    def drop_owner(self, node: int) -> None:
-        """Lets go of everything that belongs to a client."""
-        for context in self.contexts():
-            if context.id.node == node:
-                self.drop(context.id)
+    def drop_owner(self, node: int, is_linked: Callable[[int], bool]) -> list[ContextState]:
+        """Lets go of everything that belongs to a client, unless it still comes here by way of others."""
+        owned = [context for context in self.contexts() if context.id.node == node]
+        dropped = [context for context in owned if not any(map(is_linked, context.peers))]
+        for context in dropped:
+            self.drop(context.id)
         self.when_owner_dropped(node)
+        return dropped
+
+    def unused(self, seconds: float, is_linked: Callable[[int], bool]) -> list[ContextId]:
+        """Contexts of clients that nobody here can reach, and that were not used for so long."""
+        before = time.monotonic() - seconds
+        return [
+            context.id
+            for context in self.contexts()
+            if context.last_used < before and not any(map(is_linked, context.peers))
+        ]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gradwire.autograd.nodes import ANCHOR, received_of
+from gradwire.autograd.nodes import ANCHOR, is_leaf_node, received_of
 from gradwire.autograd.passes import Run, running
 from gradwire.autograd.records import Received
 
-__all__ = ["Root", "backward_to_leaves", "received_by"]
+__all__ = ["Root", "backward_into_grad", "backward_to_leaves", "received_by"]
 
 
 Root = torch.Tensor | GradientEdge
@@ -48,7 +48,7 @@ def backward_to_leaves(
 
     Recv nodes on the way propagate to other nodes; it returns when those are done, too.
     """
-    leaves = [node for node in nodes_from(roots) if hasattr(node, "variable")]
+    leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
     try:
         with running(run):
             found = torch.autograd.grad(
@@ -64,10 +64,45 @@ def backward_to_leaves(
         raise
     if not run.collect_leaves:
         return
+    shared = {_memory(gradient) for gradient in gradients if gradient is not None}
     for node, gradient in zip(leaves, found, strict=True):
-        leaf = node.variable
+        leaf: Any = node.variable  # type: ignore[attr-defined]
         if gradient is not None and leaf is not ANCHOR:
-            collect(leaf, gradient.detach())
+            collect(leaf, _unshared(gradient.detach(), shared))
+
+
+def backward_into_grad(roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], run: Run) -> None:
+    """Backpropagates into `.grad`, as a plain backward() does."""
+    with running(run):
+        torch.autograd.backward(
+            roots,  # type: ignore[arg-type] # tensors and edges mix
+            gradients,
+            retain_graph=run.retain_graph,
+            create_graph=run.create_graph,
+        )
+
+
+def _unshared(gradient: torch.Tensor, shared: set[int]) -> torch.Tensor:
+    """A gradient with memory of its own: people clip and scale gradients in place.
+
+    torch may give the same tensor as the gradient of several leaves, a view of the gradient that came, or
+    one that repeats a single element; for `.grad` it copies such, too.
+    """
+    memory = _memory(gradient)
+    is_strided = gradient.layout is torch.strided
+    if memory in shared or (is_strided and gradient.untyped_storage().nbytes() != gradient.nbytes):
+        return gradient.clone()
+    shared.add(memory)
+    return gradient
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 
 import torch
 
 from gradwire.proto.v1 import autograd_pb2
 
-__all__ = ["applied", "capture"]
+__all__ = ["anomaly_is_wanted", "applied", "capture", "detecting_anomaly"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
+_anomaly_wanted: ContextVar[bool | None] = ContextVar("gradwire_anomaly", default=None)
+_anomaly_lock = threading.Lock()
+_anomaly_users = 0
+_anomaly_before = False
+
+
+def anomaly_is_wanted() -> bool:
+    """Whether the code that runs now asked for anomaly detection.
+
+    torch's own switch is for the whole process: on a worker another client may have turned it on.
+    """
+    wanted = _anomaly_wanted.get()
+    return torch.is_anomaly_enabled() if wanted is None else wanted
+
+
+@contextmanager
+def detecting_anomaly(wanted: bool) -> Iterator[None]:
+    """Runs a block for somebody who does or does not want anomaly detection."""
+    global _anomaly_users, _anomaly_before
+    token = _anomaly_wanted.set(wanted)
+    try:
+        if not wanted:
+            yield
+            return
+        # Counted: of two that overlap, the first to end must neither turn it off for the second nor
+        # leave it on for ever.
+        with _anomaly_lock:
+            if not _anomaly_users:
+                _anomaly_before = torch.is_anomaly_enabled()
+                torch.autograd.set_detect_anomaly(True)
+            _anomaly_users += 1
+        try:
+            yield
+        finally:
+            with _anomaly_lock:
+                _anomaly_users -= 1
+                if not _anomaly_users:
+                    torch.autograd.set_detect_anomaly(_anomaly_before)
+    finally:
+        _anomaly_wanted.reset(token)
 
 
 def capture() -> autograd_pb2.Modes | None:
@@ -26,7 +68,7 @@ def capture() -> autograd_pb2.Modes | None:
         if torch.is_autocast_enabled(device_type)
     ]
     no_grad = not torch.is_grad_enabled()
-    anomaly = torch.is_anomaly_enabled()
+    anomaly = anomaly_is_wanted()
     if not (autocast or no_grad or anomaly):
         return None
     return autograd_pb2.Modes(
@@ -41,16 +83,15 @@ def capture() -> autograd_pb2.Modes | None:
 def applied(modes: autograd_pb2.Modes) -> Iterator[None]:
     """Runs a block under the modes of a caller."""
     with ExitStack() as stack:
+        # Set even if it is the default: an earlier function may have left this thread in another mode.
+        stack.enter_context(torch.set_grad_enabled(not modes.no_grad))
         if modes.inference:
             stack.enter_context(torch.inference_mode())
-        elif modes.no_grad:
-            stack.enter_context(torch.no_grad())
         for autocast in modes.autocast:
             dtype = getattr(torch, autocast.dtype, None)
             if isinstance(dtype, torch.dtype) and autocast.device_type in _DEVICE_TYPES:
                 stack.enter_context(
                     torch.autocast(autocast.device_type, dtype=dtype, enabled=autocast.enabled)
                 )
-        if modes.detect_anomaly:
-            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        stack.enter_context(detecting_anomaly(modes.detect_anomaly))
         yield

@@ -6,6 +6,7 @@ itself says what depends on what, so there is no other bookkeeping of dependenci
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradwire.autograd import passes
 from gradwire.autograd.records import Received, SentArguments
 
-__all__ = ["ANCHOR", "add_recv", "add_send", "received_of"]
+__all__ = ["ANCHOR", "add_recv", "add_send", "is_leaf_node", "received_of"]
 
 ANCHOR = torch.zeros((), requires_grad=True)
 """A private leaf below every recv node, so that what arrives can require grad even if nothing that was
@@ -34,7 +35,10 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, record: SentArguments, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.record = record
+        # Weakly, or the record and this node would keep each other, and so the graph, alive for ever. When
+        # the node runs, the recv node that made it run holds the record.
+        ctx.record = weakref.ref(record)
+        ctx.arity = len(tensors)
         ctx.set_materialize_grads(False)
         # On the CPU, so that the wait happens on the thread that called backward and never on a GPU's
         # thread, which all passes share.
@@ -42,7 +46,10 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_token_gradient: Any) -> Any:
-        return None, *ctx.record.collect(torch._C._current_graph_task_id())
+        record: SentArguments | None = ctx.record()
+        if record is None:
+            return None, *[None] * ctx.arity
+        return None, *record.collect(torch._C._current_graph_task_id())
 
 
 class RecvRpc(torch.autograd.Function):
@@ -83,9 +90,15 @@ def add_recv(received: Received, data: Sequence[torch.Tensor]) -> tuple[torch.Te
     return RecvRpc.apply(received, data, *tokens, ANCHOR)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def is_leaf_node(node: object) -> bool:
+    """Whether a node is the end of the graph at a leaf tensor, its `variable`."""
+    return isinstance(node, _LEAF_NODE)
+
+
 def received_of(node: object) -> Received | None:
     """The record of a recv node; None for any other node."""
     return getattr(node, "received", None) if isinstance(node, _RECV_NODE) else None
 
 
+_LEAF_NODE = type(_ANCHOR_NODE)
 _RECV_NODE: type = RecvRpc._backward_cls

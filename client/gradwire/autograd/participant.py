@@ -16,16 +16,18 @@ from functools import partial
 import torch
 
 from gradwire import wire
-from gradwire._scope import time_left
-from gradwire.autograd.contexts import ContextStore
+from gradwire._scope import current_scope, time_left
+from gradwire.autograd.aliases import share_history
+from gradwire.autograd.contexts import ContextState, ContextStore
 from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
 from gradwire.autograd.local import received_by
+from gradwire.autograd.modes import anomaly_is_wanted
 from gradwire.autograd.nodes import add_recv, add_send
 from gradwire.autograd.passes import Propagation, Task
 from gradwire.autograd.records import Gradients, Received, Releases, SentArguments, SentResults
-from gradwire.errors import GradwireError, MalformedMessage, NotFound, WorkerLost
+from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound, WorkerLost
 from gradwire.proto.v1 import autograd_pb2, link_pb2
-from gradwire.transport.base import Link
+from gradwire.transport.base import Exchange, Link, Pending
 from gradwire.transport.base import Received as ReceivedMessage
 from gradwire.transport.timers import call_later
 
@@ -45,8 +47,10 @@ class Participant:
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
         self._releases: weakref.WeakKeyDictionary[Link, Releases] = weakref.WeakKeyDictionary()
-        self._live: weakref.WeakSet[Received] = weakref.WeakSet()
-        """Arguments that came in and are part of some graph, and results that reach third nodes' messages."""
+        self.live: set[MessageId] = set()
+        """Arguments that came in and are part of some graph, and results that reach third nodes' messages.
+        As long as there are none, nothing here reaches a message of another node."""
+        self._closed = False
 
     def new_id(self) -> MessageId:
         return MessageId(self.node, next(self._counter))
@@ -59,27 +63,52 @@ class Participant:
         tensors: Sequence[torch.Tensor],
         context: ContextId,
         link: Link,
-    ) -> None:
-        """Records what a call sends."""
+    ) -> MessageId | None:
+        """Records what a call sends; the message's id if anything in it requires grad."""
         request.autograd.context.CopyFrom(context.proto)
-        request.released.extend(message_protos(self.releases_to(link).take()))
+        sent = None
         if torch.is_grad_enabled():
-            sent = self._send(tensors, context)
-            if context.number:
+            # A node's own ambient context ends with the node, and its peers notice that by themselves.
+            if context != ContextId(self.node, 0):
                 self.store.get(context).involved.add(link)
-            if sent is not None:
-                request.autograd.message.CopyFrom(sent.id.proto)
+            sent = self._send(request.autograd, tensors, context, link)
+        request.released.extend(message_protos(self.releases_to(link).take()))
+        return sent
 
-    def _send(self, tensors: Sequence[torch.Tensor], context: ContextId) -> SentArguments | None:
+    def _send(
+        self,
+        autograd: autograd_pb2.AutogradMetadata,
+        tensors: Sequence[torch.Tensor],
+        context: ContextId,
+        link: Link,
+    ) -> MessageId | None:
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         if not differentiable:
             return None
-        sent = SentArguments(self.new_id(), context, differentiable)
+        sent = SentArguments(self.new_id(), context, differentiable, link.peer.node)
+        autograd.message.CopyFrom(sent.id.proto)
+        autograd.depends_on.extend(message_protos(self._reached_by(differentiable, None, link.peer.node)))
         add_send(sent, differentiable)
         # Kept until the other end says that nothing there refers to it: it may keep state, so that later
         # results reach these arguments.
         self.store.keep_arguments(sent)
-        return sent
+        return sent.id
+
+    def forget_if_failed(self, id: MessageId, pending: Pending) -> None:
+        """Lets go of arguments once it is known that their sending failed.
+
+        The other end may never have seen them, so cannot say when to let go. Should it have kept something
+        of them before it failed, a later backward through that is refused.
+        """
+        # Weakly: a future keeps its callbacks, and would keep itself.
+        settled = weakref.ref(pending)
+
+        def forget() -> None:
+            pending = settled()
+            if pending is not None and (pending.cancelled() or pending.exception() is not None):
+                self.store.release([id])
+
+        pending.when_settled(forget)
 
     def receive_reply(
         self,
@@ -89,15 +118,23 @@ class Participant:
         what: str,
     ) -> None:
         """Makes the results of a call part of the graph here."""
-        if reply.HasField("autograd"):
-            self._receive(reply.autograd, decoder, link, what)
-        else:
-            decoder.keep_requires_grad()
-        # Only now: what the results reach is still referred to, the rest may go.
-        self.store.release(message_ids(reply.released))
+        try:
+            if reply.HasField("autograd"):
+                self._receive(reply.autograd, decoder, link, what, are_arguments=False)
+            else:
+                decoder.keep_requires_grad()
+        finally:
+            # Only now: what the results reach is still referred to, the rest may go.
+            self.store.release(message_ids(reply.released))
 
     def _receive(
-        self, autograd: autograd_pb2.AutogradMetadata, decoder: wire.Decoder, link: Link, what: str
+        self,
+        autograd: autograd_pb2.AutogradMetadata,
+        decoder: wire.Decoder,
+        link: Link | None,
+        what: str,
+        *,
+        are_arguments: bool,
     ) -> None:
         depends_on = message_ids(autograd.depends_on)
         own = [self.store.arguments(id) for id in depends_on if id.node == self.node]
@@ -106,8 +143,8 @@ class Participant:
             MessageId.parse(autograd.message),
             ContextId.parse(autograd.context),
             link=link,
-            releases=self.releases_to(link),
-            are_arguments=False,
+            releases=None if link is None else self.releases_to(link),
+            are_arguments=are_arguments,
             what=what,
             arity=sum(decoder.requires_grad),
             depends_on=[sent for sent in own if sent is not None],
@@ -124,24 +161,16 @@ class Participant:
         if not autograd.HasField("message") or not torch.is_grad_enabled():
             decoder.keep_requires_grad()
             return
-        received = Received(
-            self,
-            MessageId.parse(autograd.message),
-            ContextId.parse(autograd.context),
-            link=link,
-            releases=None if link is None else self.releases_to(link),
-            are_arguments=True,
-            what=what,
-            arity=sum(decoder.requires_grad),
-        )
-        self._attach(received, decoder)
+        self._receive(autograd, decoder, link, what, are_arguments=True)
 
     def _attach(self, received: Received, decoder: wire.Decoder) -> None:
         slots = [index for index, requires in enumerate(decoder.requires_grad) if requires]
         if not slots:
             return
         if received.are_arguments or received.foreign:
-            self._live.add(received)
+            received.is_live = True
+            self.live.add(received.source)
+        share_history(decoder.tensors, slots)
         # The call was made with gradients on, even if its result is fetched with gradients off.
         with torch.enable_grad():
             attached = add_recv(received, [decoder.tensors[index] for index in slots])
@@ -160,26 +189,33 @@ class Participant:
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         if not differentiable or not torch.is_grad_enabled():
             return None
-        sent = SentResults(self.new_id(), context, differentiable, function, check_fresh)
+        exchange = current_scope().exchange
+        link = None if exchange is None else exchange.link
+        asker = context.node if link is None else link.peer.node
+        sent = SentResults(self.new_id(), context, differentiable, function, asker, check_fresh)
+        depends_on = message_protos(self._reached_by(differentiable, own_call, asker))
         self.store.keep_results(sent)
         return autograd_pb2.AutogradMetadata(
-            context=context.proto,
-            message=sent.id.proto,
-            depends_on=message_protos(self._reached_by(differentiable, own_call)),
+            context=context.proto, message=sent.id.proto, depends_on=depends_on
         )
 
-    def _reached_by(self, tensors: Sequence[torch.Tensor], own_call: MessageId | None) -> list[MessageId]:
-        """The messages of other nodes that tensors reach."""
-        if len(self._live) <= 1 and own_call is not None:
-            return [own_call]  # there is no other, so the graph need not be walked
-        if not self._live:
+    def _reached_by(
+        self, tensors: Sequence[torch.Tensor], own_call: MessageId | None, peer: int
+    ) -> list[MessageId]:
+        """The messages of other nodes that tensors reach which are about to go to a peer."""
+        if not self.live:
             return []
+        if own_call is not None and self.live == {own_call}:
+            return [own_call]  # there is no other, so the graph need not be walked
         reached: dict[MessageId, None] = {}
         for received in received_by(tensors):
             if received.are_arguments:
                 reached[received.source] = None
-            reached.update(dict.fromkeys(received.foreign))
-        return [id for id in reached if id.node != self.node]
+            if received.source.node != peer:  # else the peer knows better
+                reached.update(dict.fromkeys(received.foreign))
+        # What this node sent is in its own graph, where the walk has gone on; but one who calls itself is
+        # told what it sent.
+        return [id for id in reached if id.node != self.node or peer == self.node]
 
     # -- backward
 
@@ -198,6 +234,7 @@ class Participant:
             retain_graph=task.retain_graph,
             create_graph=task.create_graph,
             skip_leaves=not task.collect_leaves,
+            detect_anomaly=anomaly_is_wanted(),
             released=message_protos(self.releases_to(link).take()),
         )
         getattr(request, "pass").CopyFrom(task.pass_id(self).proto)
@@ -205,43 +242,61 @@ class Participant:
             request.collect_into.CopyFrom(run.collect_into.proto)
         encoder = wire.Encoder()
         encode_gradients(request.gradients, received.source, gradients, encoder)
+        sent = None
         if task.create_graph:
             request.autograd.context.CopyFrom(received.context.proto)
-            sent = self._send(encoder.tensors, received.context)
-            if sent is not None:
-                request.autograd.message.CopyFrom(sent.id.proto)
+            sent = self._send(request.autograd, encoder.tensors, received.context, link)
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)
-        pending = link.ask(
+        pending = Pending()
+        if sent is not None:
+            self.forget_if_failed(sent, pending)
+        _cancel_with_asker(pending)
+        link.ask(
             link_pb2.METHOD_PROPAGATE_GRADIENTS,
             request.SerializeToString(),
             attachments,
             timeout=time_left(None),
+            pending=pending,
         )
         if not task.retain_graph and not received.are_arguments:
             received.released()  # the flag tells the other end to let go after this
         what = f"{received.what} on {link.peer}"
-        return Propagation(pending, partial(self._deliver, task.id, link, what), what)
+        return Propagation(pending, partial(self._deliver, task.id, received, link, what), what)
 
-    def _deliver(self, task: int, link: Link, what: str, message: ReceivedMessage) -> None:
+    def _deliver(
+        self, task: int, received: Received, link: Link, what: str, message: ReceivedMessage
+    ) -> None:
         """Puts the contributions of a reply into the mailboxes."""
         reply = wire.parse(autograd_pb2.PropagateGradientsReply, message.body)
         decoder = wire.Decoder(reply.tensors, message.attachments)
-        if reply.HasField("autograd"):
-            self._receive(reply.autograd, decoder, link, f"the backward of {what}")
-        for contribution in reply.contributions:
-            id = MessageId.parse(contribution.message)
-            sent = self.store.arguments(id)
-            if sent is None:
-                raise NotFound(
-                    f"{link.peer} sent gradients for arguments that this node no longer keeps: they were "
-                    "sent in a context that has ended; detach what is kept on a worker between contexts"
-                )
-            if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
-                raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
-        self.store.release(message_ids(reply.released))
+        try:
+            if reply.HasField("autograd"):
+                self._receive(reply.autograd, decoder, link, f"the backward of {what}", are_arguments=False)
+            # Not from the store: a reply to somebody else may have overtaken this one, and released them.
+            awaited = {sent.id: sent for sent in received.depends_on}
+            for contribution in reply.contributions:
+                id = MessageId.parse(contribution.message)
+                sent = awaited.get(id)
+                if sent is None:
+                    raise NotFound(
+                        f"{link.peer} sent gradients for arguments that this node no longer keeps: they were "
+                        "sent in a context that has ended, or in a call that failed; detach what is kept on "
+                        "a worker between contexts"
+                    )
+                if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
+                    raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
+        finally:
+            self.store.release(message_ids(reply.released))
 
     # -- letting go
+
+    def release_if_unwanted(self, autograd: autograd_pb2.AutogradMetadata, exchange: Exchange) -> None:
+        """Lets go of results if the asker turns out not to have wanted the reply.
+
+        It cancels without having seen the reply, so it does not know what there is to release.
+        """
+        exchange.when_cancelled(partial(self.store.release, [MessageId.parse(autograd.message)]))
 
     def releases_to(self, link: Link) -> Releases:
         """What the node at the other end of a link may let go of."""
@@ -257,7 +312,10 @@ class Participant:
         link = link_ref()
         if link is None or link.ended is not None:
             return
-        released = self.releases_to(link).take()
+        releases = self.releases_to(link)
+        for body in releases.take_unread():
+            self._release_unread(body, releases)
+        released = releases.take()
         if released:
             request = autograd_pb2.CleanupContextRequest(messages=message_protos(released))
             try:
@@ -266,22 +324,73 @@ class Participant:
                 return  # it ended just now, and everything with it
         call_later(_FLUSH_SECONDS, partial(self._flush, link_ref))
 
+    def _release_unread(self, body: bytes, releases: Releases) -> None:
+        try:
+            reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, body)
+        except MalformedMessage:
+            return
+        self.store.release(message_ids(reply.released))
+        if reply.HasField("autograd"):
+            releases.append(MessageId.parse(reply.autograd.message))
+
     def end_context(self, id: ContextId) -> bool:
         """Lets go of a context here and wherever this node took it. Whether there was anything."""
-        context = self.store.drop(id)
+        context = self.store.end(id)
         if context is None:
             return False
-        request = autograd_pb2.CleanupContextRequest(context=id.proto).SerializeToString()
+        self._end_elsewhere(context)
+        return True
+
+    def _end_elsewhere(self, context: ContextState) -> None:
+        request = autograd_pb2.CleanupContextRequest(context=context.id.proto).SerializeToString()
         for link in list(context.involved):
             try:
                 link.ask(link_pb2.METHOD_CLEANUP_CONTEXT, request, timeout=60.0)
             except GradwireError:
                 continue  # gone, and everything with it
-        return True
 
     def forget_client(self, node: int) -> None:
-        """A client is gone: so is everything that was held for it."""
-        self.store.drop_owner(node)
+        """A client is gone: so is everything that was held for it, or sent to it."""
+        for context in self.store.drop_owner(node, self._is_linked):
+            self._end_elsewhere(context)
+        self.store.release_sent_to(node)
+
+    def _is_linked(self, node: int) -> bool:
+        return self._find_link(node) is not None
+
+    def keep_lease(self, seconds: float) -> None:
+        """From now on lets go of contexts that were not used for so long, unless they came over a link.
+
+        A link has a lease of its own. Clients that call without one cannot be seen to go away.
+        """
+        call_later(max(seconds / 4, 0.01), partial(_sweep, weakref.ref(self), seconds))
+
+    def sweep(self, seconds: float) -> bool:
+        """One round of it. Whether there is to be another."""
+        for id in self.store.unused(seconds, self._is_linked):
+            if id.node != self.node:
+                self.end_context(id)
+        return not self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _sweep(participant_ref: weakref.ref[Participant], seconds: float) -> None:
+    participant = participant_ref()
+    if participant is not None and participant.sweep(seconds):
+        participant.keep_lease(seconds)
+
+
+def _cancel_with_asker(pending: Pending) -> None:
+    """A run on behalf of another node is of no use once that one has given up."""
+    exchange = current_scope().exchange
+    if exchange is None:
+        return
+    if exchange.cancelled:
+        raise Cancelled("whoever asked for this backward has given it up")
+    take_back = exchange.when_cancelled(pending.cancel)
+    pending.when_settled(take_back)
 
 
 def encode_gradients(

@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire._scope import current_scope
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.records import Gradients, Received
+from gradwire.errors import Cancelled, GradwireError
 from gradwire.transport.base import Pending
 
 if TYPE_CHECKING:
@@ -72,20 +75,36 @@ class Propagation:
 
     def wait(self) -> None:
         """Returns when everything that it set off is done and its contributions are in the mailboxes."""
-        try:
-            received = self._pending.result()
-        except BaseException as error:
-            if not self._pending.done():
-                self._pending.cancel()
-            error.add_note(f"while propagating gradients to {self.what}")
-            raise
+        failure = self._wait_for_failure()
+        if failure is not None:
+            # A copy. The traceback of the one that the future keeps would lead back to the future, and
+            # such a cycle keeps the activations of all frames on the way until the collector comes.
+            raise _with_note(failure, f"while propagating gradients to {self.what}")
         with self._lock:
             if self._deliver is not None:
                 deliver, self._deliver = self._deliver, None
-                deliver(received)
+                deliver(self._pending.result())
+
+    def _wait_for_failure(self) -> BaseException | None:
+        try:
+            with current_scope().around_wait():
+                return self._pending.exception()
+        except CancelledError:
+            return Cancelled("the backward that it was part of was given up")
+        except BaseException:  # the user interrupts
+            self._pending.cancel()
+            raise
 
     def cancel(self) -> None:
         self._pending.cancel()
+
+
+def _with_note(error: BaseException, note: str) -> BaseException:
+    if isinstance(error, GradwireError):
+        notes = getattr(error, "__notes__", ())
+        error = error.again()
+        error.__notes__ = [*notes, note]
+    return error
 
 
 class Task:
@@ -112,6 +131,14 @@ class Task:
 
     def dispatch(self, received: Received, gradients: Gradients) -> None:
         """Sends gradients on their way, without waiting."""
+        try:
+            self._dispatch(received, gradients)
+        except BaseException:
+            # At once: the traceback of the error refers to this task, so its destructor may come late.
+            self.abandon()
+            raise
+
+    def _dispatch(self, received: Received, gradients: Gradients) -> None:
         run = self.run
         if run is not None and received.are_arguments and received.source.node == run.asker:
             run.contributions.append((received.source, gradients))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.transport.base import Link
@@ -20,18 +21,33 @@ if TYPE_CHECKING:
     from gradwire.autograd.participant import Participant
     from gradwire.autograd.passes import Propagation
 
-__all__ = ["Gradients", "Received", "Releases", "SentArguments", "SentResults", "add_gradients", "nbytes"]
+__all__ = [
+    "Gradients",
+    "Received",
+    "Releases",
+    "SentArguments",
+    "SentResults",
+    "add_gradients",
+    "added",
+    "nbytes",
+]
 
 Gradients = Sequence[torch.Tensor | None]
 """A gradient, or none, for each tensor of a message that requires grad."""
 
 
+def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum. Never in place: gradients may share memory with one another."""
+    # torch adds a sparse tensor to a dense one, but not the other way round.
+    return other + one if one.layout is not torch.strided else one + other
+
+
 def add_gradients(total: list[torch.Tensor | None], more: Gradients) -> None:
-    """Adds to a running sum. Never in place: gradients may share memory with one another."""
+    """Adds to a running sum."""
     for slot, gradient in enumerate(more):
         if gradient is not None:
             so_far = total[slot]
-            total[slot] = gradient if so_far is None else so_far + gradient
+            total[slot] = gradient if so_far is None else added(so_far, gradient)
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -45,19 +61,30 @@ def nbytes(tensor: torch.Tensor) -> int:
 class SentArguments:
     """Arguments that this node sent: a mailbox for the gradients that come back."""
 
-    def __init__(self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor], peer: int) -> None:
         self.id = id
         self.context = context
+        self.peer = peer
+        """The node that they went to."""
         self.like = [(tensor.shape, tensor.device) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
-        self._lock = threading.Lock()
+        # Reentrant: the destructor of a task may run at any moment, within these very methods.
+        self._lock = threading.RLock()
         self._awaiting: dict[int, list[Propagation]] = {}
         self._mail: dict[int, list[torch.Tensor | None]] = {}
 
     @property
     def arity(self) -> int:
         return len(self.like)
+
+    @property
+    def edges(self) -> list[GradientEdge | None]:
+        """Where each of the tensors was in the graph when it was sent."""
+        send = None if self.token is None else self.token.grad_fn
+        if send is None:
+            return [None] * self.arity
+        return [None if node is None else GradientEdge(node, slot) for node, slot in send.next_functions]
 
     def await_reply(self, task: int, propagation: Propagation) -> None:
         """The send node must not run in this graph task before that reply is in."""
@@ -100,35 +127,42 @@ class SentResults:
         context: ContextId,
         tensors: Sequence[torch.Tensor],
         function: str,
+        peer: int,
         check_fresh: Callable[[], None] | None = None,
     ) -> None:
         self.id = id
         self.context = context
-        # Keeps the graph alive until the receiver releases it.
-        self.tensors = list(tensors)
         self.function = function
+        self.peer = peer
+        """The node that they went to."""
+        # Keeps the graph alive until the receiver releases it. Not the tensors: a function that keeps one
+        # may modify it in place later, and then the tensor is somewhere else in the graph.
+        self.edges: list[GradientEdge | None] = [get_gradient_edge(tensor) for tensor in tensors]
+        self.like = [(tensor.shape, tensor.device) for tensor in tensors]
+        self.bytes = sum(map(nbytes, tensors))
         self.check_fresh = check_fresh
         """Raises if the parameters are no longer those of the forward."""
-
-    @property
-    def like(self) -> list[tuple[torch.Size, torch.device]]:
-        return [(tensor.shape, tensor.device) for tensor in self.tensors]
-
-    @property
-    def bytes(self) -> int:
-        return sum(map(nbytes, self.tensors))
 
 
 class Releases:
     """Messages of one other node that nothing here refers to any more, to be told to it.
 
-    They ride on the next message that goes there. `append` is called by destructors, at any moment and
-    in any thread, so it does nothing but append.
+    They ride on the next message that goes there. `append` and `append_unread` are called by destructors,
+    at any moment and in any thread, so they do nothing but append.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[MessageId] = deque()
+        self._unread: deque[bytes] = deque()
         self.append = self._waiting.append
+        self.append_unread = self._unread.append
+        """For replies that came and that nobody looked into."""
+
+    def take_unread(self) -> list[bytes]:
+        taken = []
+        while self._unread:
+            taken.append(self._unread.popleft())
+        return taken
 
     def take(self, at_most: int = 1000) -> list[MessageId]:
         taken: list[MessageId] = []
@@ -172,6 +206,8 @@ class Received:
         """Arguments that this node sent, which the tensors reach."""
         self.foreign = foreign
         """Messages of third nodes, which the tensors reach."""
+        self.is_live = False
+        """Whether it is among the participant's live messages."""
         self._releases = releases
 
     def released(self) -> None:
@@ -179,5 +215,8 @@ class Received:
         self._releases = None
 
     def __del__(self) -> None:
+        # At any moment and in any thread, so only what needs no lock.
+        if self.is_live:
+            self.participant.live.discard(self.source)
         if self._releases is not None:
             self._releases.append(self.source)

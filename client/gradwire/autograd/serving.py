@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from gradwire import wire
+from gradwire._scope import current_scope, entered
 from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
-from gradwire.autograd.local import Root, backward_to_leaves
+from gradwire.autograd.local import backward_into_grad, backward_to_leaves
+from gradwire.autograd.modes import detecting_anomaly
 from gradwire.autograd.participant import Participant, decode_gradients, encode_gradients
 from gradwire.autograd.passes import Run, find_task
-from gradwire.autograd.records import Gradients, SentArguments, add_gradients
+from gradwire.autograd.records import Gradients, SentArguments, SentResults, add_gradients
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport.base import Exchange
@@ -38,72 +40,83 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
         create_graph=request.create_graph,
     )
     id = MessageId.parse(request.gradients.message)
-    results = participant.store.results(id)
+    sent = participant.store.results(id) or participant.store.arguments(id)
+    if sent is None:
+        raise NotFound(
+            f"message {id} is not kept here, or no longer: its graph was freed by a backward without "
+            "retain_graph, its context has ended, or its lease ran out"
+        )
+    what = f"the backward of {sent.function}" if isinstance(sent, SentResults) else "a backward"
     reply = autograd_pb2.PropagateGradientsReply()
     encoder = wire.Encoder(attach_from=wire.ATTACH_FROM if link is not None else None)
-    if results is not None:
+    # In the context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
+    with entered(replace(current_scope(), context=context)), detecting_anomaly(request.detect_anomaly):
         with torch.set_grad_enabled(request.create_graph):
-            participant.receive_call(request.autograd, decoder, link, f"the gradients for {results.function}")
-        gradients = decode_gradients(request.gradients, decoder, results.like)
-        roots = [tensor for tensor, grad in zip(results.tensors, gradients, strict=True) if grad is not None]
+            participant.receive_call(request.autograd, decoder, link, f"the gradients for {what}")
+        gradients = decode_gradients(request.gradients, decoder, sent.like)
         try:
-            if results.check_fresh is not None:
-                results.check_fresh()
-            _run(participant, run, context, roots, [grad for grad in gradients if grad is not None])
+            if isinstance(sent, SentResults) and sent.check_fresh is not None:
+                sent.check_fresh()
+            _propagate(participant, run, context, sent, gradients)
         finally:
-            if not request.retain_graph:
+            if not request.retain_graph and isinstance(sent, SentResults):
                 participant.store.release([id])
         _encode_contributions(run, reply, encoder)
         if request.create_graph:
             own = MessageId.parse(request.autograd.message) if request.autograd.HasField("message") else None
             with torch.enable_grad():
-                autograd = participant.send_results(
-                    encoder.tensors, context, own, f"the backward of {results.function}"
-                )
+                autograd = participant.send_results(encoder.tensors, context, own, what)
             if autograd is not None:
                 reply.autograd.CopyFrom(autograd)
-        # The last references to the graph, so that what it held is released with this very reply.
-        del results, roots, gradients
-        run.contributions.clear()
-    else:
-        arguments = participant.store.arguments(id)
-        if arguments is None:
-            raise NotFound(
-                f"message {id} is not kept here, or no longer: its graph was freed by a backward without "
-                "retain_graph, its context has ended, or its lease ran out"
-            )
-        gradients = decode_gradients(request.gradients, decoder, arguments.like)
-        _to_arguments(participant, run, context, arguments, gradients)
-        _encode_contributions(run, reply, encoder)
+    # The last references to the graph, so that what it held is released with this very reply.
+    del sent, gradients
+    run.contributions.clear()
     table, attachments = encoder.finish()
     reply.tensors.CopyFrom(table)
     del encoder, decoder
     if link is not None:
         reply.released.extend(message_protos(participant.releases_to(link).take()))
     exchange.reply(reply.SerializeToString(), attachments)
+    if reply.HasField("autograd"):
+        participant.release_if_unwanted(reply.autograd, exchange)
 
 
-def _run(
+def _propagate(
     participant: Participant,
     run: Run,
     context: ContextId,
-    roots: Sequence[Root],
-    gradients: Sequence[torch.Tensor],
+    sent: SentResults | SentArguments,
+    gradients: Gradients,
 ) -> None:
-    if not roots:
+    """Backpropagates from tensors that this node sent."""
+    if isinstance(sent, SentArguments) and _is_awaited(sent, gradients, run):
         return
+    wanted = [
+        (edge, gradient)
+        for edge, gradient in zip(sent.edges, gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    if not wanted:
+        return
+    roots, root_gradients = [edge for edge, _ in wanted], [gradient for _, gradient in wanted]
     into = run.collect_into or context
-    backward_to_leaves(
-        roots,
-        gradients,
-        run,
-        lambda leaf, gradient: participant.store.get(into).accumulate(leaf, gradient),
-    )
+    if run.collect_leaves and into == ContextId(participant.node, 0):
+        # This node's own ambient context: what a plain backward() here would do, started elsewhere.
+        backward_into_grad(roots, root_gradients, run)
+    else:
+        backward_to_leaves(roots, root_gradients, run, partial(_collect, participant, into, run.asker))
 
 
-def _to_arguments(
-    participant: Participant, run: Run, context: ContextId, sent: SentArguments, gradients: Gradients
+def _collect(
+    participant: Participant, into: ContextId, asker: int | None, leaf: torch.Tensor, gradient: torch.Tensor
 ) -> None:
+    context = participant.store.get(into)
+    if asker is not None:
+        context.peers.add(asker)
+    context.accumulate(leaf, gradient)
+
+
+def _is_awaited(sent: SentArguments, gradients: Gradients, run: Run) -> bool:
     """Gradients for arguments that this node sent, from a node that it did not ask.
 
     If a backward of the same pass waits for them here, they are its mail. Else they start a run of their own.
@@ -111,16 +124,8 @@ def _to_arguments(
     for id in sent.awaiting_tasks():
         task = find_task(id)
         if task is not None and task.is_in_pass(run.pass_id) and sent.put(id, gradients):
-            return
-    if sent.token is None or sent.token.grad_fn is None:
-        return
-    inputs = zip(sent.token.grad_fn.next_functions, gradients, strict=True)
-    wanted = [
-        (GradientEdge(node, slot), gradient)
-        for (node, slot), gradient in inputs
-        if node is not None and gradient is not None
-    ]
-    _run(participant, run, context, [edge for edge, _ in wanted], [gradient for _, gradient in wanted])
+            return True
+    return False
 
 
 def _encode_contributions(

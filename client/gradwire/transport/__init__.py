@@ -14,11 +14,12 @@ from gradwire.transport.base import (
     Pending,
     Received,
     Sendable,
+    Traffic,
+    call_each,
 )
 from gradwire.transport.conversation import Conversation, Streams
 from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.in_process import InProcessLink
-from gradwire.transport.questions import call_each
 from gradwire.transport.timers import Timer, call_later
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Sendable",
     "Streams",
     "Timer",
+    "Traffic",
     "call_each",
     "call_later",
     "faults",

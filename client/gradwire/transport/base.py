@@ -7,10 +7,13 @@ here; attachments are the memory of large tensors.
 
 from __future__ import annotations
 
+import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,10 +32,24 @@ __all__ = [
     "Pending",
     "Received",
     "Sendable",
+    "Traffic",
+    "call_each",
 ]
 
 Buffer = npt.NDArray[np.uint8]
 """Memory that an attachment arrived in. It belongs to whoever receives the message."""
+
+
+log = logging.getLogger("gradwire.link")
+
+
+def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
+    """Calls all of them; one that fails is logged and keeps no other from being called."""
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:
+            log.exception("a callback failed")
 
 
 class Sendable(Protocol):
@@ -89,6 +106,19 @@ class Received:
     attachments: Sequence[Buffer] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What went over a link so far, in bytes: whole frames, but not what gRPC and TCP add to them."""
+
+    sent: int = 0
+    received: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both ways."""
+        return self.sent + self.received
+
+
 class Pending(Future[Any]):
     """The answer to a question. Cancelling it reaches the other end."""
 
@@ -108,6 +138,23 @@ class Pending(Future[Any]):
         if self.abandon is not None:
             self.abandon()
         return True
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """As `Future`'s, but on a thread of its own: the thread that brings the answer reads the link, and
+        a callback that waits for another answer would keep it from ever coming."""
+        if self.done():
+            super().add_done_callback(fn)
+            return
+
+        def run() -> None:
+            thread = threading.Thread(target=call_each, args=([partial(fn, self)],), name="gradwire-callback")
+            thread.start()
+
+        self.when_settled(run)
+
+    def when_settled(self, callback: Callable[[], object]) -> None:
+        """Calls back when there is an outcome, on the thread that brings it: it must not block."""
+        super().add_done_callback(lambda _: callback())
 
     def settle(self, outcome: Received | GradwireError) -> bool:
         """Sets the outcome unless there is one already."""
@@ -193,6 +240,11 @@ class Link(ABC):
     @abstractmethod
     def connected(self) -> bool:
         """Whether messages can pass right now; if not, they wait until they can."""
+
+    @property
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What went over the link since it was opened."""
 
     @property
     @abstractmethod

@@ -17,10 +17,20 @@ from functools import partial
 from gradwire.errors import DeadlineExceeded, GradwireError, LinkClosed, ProtocolError, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults, frames
-from gradwire.transport.base import Handler, Identity, Link, LinkSettings, Pending, Received, Sendable
+from gradwire.transport.base import (
+    Handler,
+    Identity,
+    Link,
+    LinkSettings,
+    Pending,
+    Received,
+    Sendable,
+    Traffic,
+    call_each,
+)
 from gradwire.transport.inbound import Inbound, Whole
 from gradwire.transport.outbox import Outbox, OutgoingTransfer
-from gradwire.transport.questions import Asked, Served, call_each
+from gradwire.transport.questions import Asked, Served
 from gradwire.transport.timers import call_later
 
 __all__ = ["Conversation", "Streams"]
@@ -29,6 +39,7 @@ log = logging.getLogger("gradwire.link")
 
 _MAX_UNACKNOWLEDGED = 32
 """Acknowledgements ride on the next frame, unless this many wait."""
+_MAX_WITHDRAWN = 1000
 _LARGE_ANSWER_BYTES = 64 * 1024
 """An answer of this size is acknowledged at once: the other end keeps it until then."""
 _FRAME_OVERHEAD_BYTES = 2 << 20
@@ -42,6 +53,11 @@ class Streams:
         self.control = Outbox()
         self.bulk = Outbox() if separate_bulk else self.control
         self.inbound = Inbound(settings.max_message_bytes)
+
+    @property
+    def written(self) -> int:
+        """Bytes that were handed to the streams."""
+        return sum(outbox.written for outbox in {self.control, self.bulk})
 
     def close(self, *, discard: bool = False) -> None:
         self.control.close(discard=discard)
@@ -66,9 +82,14 @@ class Conversation(Link):
         self._streams: Streams | None = None
         self._asked: dict[int, Asked] = {}
         self._served: dict[int, Served] = {}
+        self._withdrawn: dict[int, None] = {}
+        """Questions that were withdrawn, and that the other end may still be busy with."""
         self._to_acknowledge: list[int] = []
         self._request_ids = itertools.count(1)
         self._transfer_ids = itertools.count(1)
+        self._received_bytes = 0
+        self._written_before = 0
+        """Bytes that went over streams which are no longer in use."""
         self._ended: GradwireError | None = None
         self._end_callbacks: list[Callable[[Link], None]] = []
 
@@ -127,6 +148,7 @@ class Conversation(Link):
             asked = self._asked.pop(id, None)
             if asked is None:
                 return
+            self._remember_withdrawn(id)
             streams = self._streams
             if streams is not None:
                 streams.inbound.drop((True, id))
@@ -141,6 +163,13 @@ class Conversation(Link):
             asked.pending.settle(error)
 
     # -- sending; all with the lock held
+
+    def _remember_withdrawn(self, id: int) -> None:
+        # For the case that the cancellation is lost in a cut. One that keeps the question from running is
+        # never answered, so the oldest have to go.
+        self._withdrawn[id] = None
+        if len(self._withdrawn) > _MAX_WITHDRAWN:
+            del self._withdrawn[next(iter(self._withdrawn))]
 
     def _send_question(self, streams: Streams, id: int, asked: Asked) -> None:
         left = 0.0
@@ -218,7 +247,12 @@ class Conversation(Link):
                 return
             if self._streams is not None:
                 self._streams.close(discard=True)
+                self._written_before += self._streams.written
             self._streams = streams
+            for id in self._withdrawn:
+                streams.control.put(frames.cancel(id))
+            # Once more is enough: the other end may never have heard of some, and so never answer them.
+            self._withdrawn.clear()
             for id, asked in self._asked.items():
                 self._send_question(streams, id, asked)
             for served in self._served.values():
@@ -231,6 +265,7 @@ class Conversation(Link):
             if self._streams is not streams:
                 return False
             self._streams = None
+            self._written_before += streams.written
             self._delivered.notify_all()
             return True
 
@@ -256,6 +291,8 @@ class Conversation(Link):
             raise ResourceExhausted(
                 f"a frame of {len(data)} bytes exceeds the limit of {self.settings.max_body_bytes} bytes"
             )
+        with self._lock:
+            self._received_bytes += len(data)
         chunk = frames.parse_chunk(data)
         if chunk is not None:
             self._on_chunk(streams, chunk)
@@ -343,6 +380,7 @@ class Conversation(Link):
             if self._streams is not streams:
                 return
             asked = self._asked.pop(reply.id, None)
+            self._withdrawn.pop(reply.id, None)
             large = bool(reply.transfers) or len(reply.body) >= _LARGE_ANSWER_BYTES
             self._acknowledge(streams, reply.id, at_once=large)
             if asked is not None and asked.attachments:
@@ -404,6 +442,7 @@ class Conversation(Link):
             all_asked, self._asked = self._asked, {}
             all_served, self._served = self._served, {}
             streams, self._streams = self._streams, None
+            self._written_before += streams.written if streams is not None else 0
             callbacks, self._end_callbacks = self._end_callbacks, []
             self._delivered.notify_all()
         if streams is not None:
@@ -423,6 +462,12 @@ class Conversation(Link):
     @property
     def connected(self) -> bool:
         return self._streams is not None
+
+    @property
+    def traffic(self) -> Traffic:
+        with self._lock:
+            written = self._streams.written if self._streams is not None else 0
+            return Traffic(self._written_before + written, self._received_bytes)
 
     @property
     def ended(self) -> GradwireError | None:

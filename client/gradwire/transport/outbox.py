@@ -77,6 +77,8 @@ class Outbox:
         self._transfers: deque[OutgoingTransfer] = deque()
         self._writing: OutgoingTransfer | None = None
         self._closed = False
+        self.written = 0
+        """Bytes that were handed to the stream."""
 
     def put(self, frame: bytes) -> None:
         """Adds a frame, unless the stream has ended: what matters is sent again over the next."""
@@ -115,6 +117,11 @@ class Outbox:
         return self
 
     def __next__(self) -> bytes:
+        data = self._next()
+        self.written += len(data)  # one thread writes a stream
+        return data
+
+    def _next(self) -> bytes:
         while True:
             with self._changed:
                 # Woken by put and close; whoever ends a stream closes its outbox.

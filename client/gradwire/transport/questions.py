@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from gradwire.errors import Cancelled, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults
-from gradwire.transport.base import Buffer, Exchange, Pending, Received, Sendable
+from gradwire.transport.base import Buffer, Exchange, Pending, Received, Sendable, call_each
 from gradwire.transport.timers import Timer
 
 if TYPE_CHECKING:
     from gradwire.transport.conversation import Conversation
 
-__all__ = ["Asked", "Served", "call_each"]
-
-log = logging.getLogger("gradwire.link")
+__all__ = ["Asked", "Served"]
 
 Answer = tuple[bytes | link_pb2.Error, Sequence[Sendable]]
 
@@ -113,12 +110,3 @@ class Served(Exchange):
                 self.request = Received(b"")  # its memory is not needed for answering again
                 self._callbacks.clear()
                 self._conversation._send_answer(self)
-
-
-def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
-    """Calls all of them; one that fails is logged and keeps no other from being called."""
-    for callback in callbacks:
-        try:
-            callback()
-        except Exception:
-            log.exception("a callback failed")

@@ -171,6 +171,49 @@ def test_what_is_asked_while_the_streams_are_cut_is_sent_over_the_next(pair: Pai
     assert pair.there.asked == [b"patience"]
 
 
+def test_a_cancellation_that_was_lost_in_a_cut_is_sent_again(pair: Pair) -> None:
+    exchanges: list[Exchange] = []
+    pair.there.answer = exchanges.append
+    pending = pair.left.ask(PING, b"")
+    pair.control_to_right()
+    pending.cancel()
+    pair.reconnect()
+    pair.run()
+    assert exchanges[0].cancelled
+
+
+def test_what_is_cancelled_while_the_streams_are_cut_is_told_over_the_next(pair: Pair) -> None:
+    exchanges: list[Exchange] = []
+    pair.there.answer = exchanges.append
+    pending = pair.left.ask(PING, b"", [Memory(bytes(30))])
+    pair.run()
+    pair.left.detach(pair.left_streams)
+    pending.cancel()
+    pair.reconnect()
+    pair.run()
+    assert exchanges[0].cancelled
+    exchanges[0].reply(b"")
+    pair.run()
+    assert pair.left._withdrawn == {}
+
+
+def test_a_cancelled_question_is_remembered_until_it_is_answered(pair: Pair) -> None:
+    exchanges: list[Exchange] = []
+    pair.there.answer = exchanges.append
+    pair.left.ask(PING, b"").cancel()
+    pair.run()
+    assert list(pair.left._withdrawn) == [1]
+    exchanges[0].reply(b"")
+    pair.run()
+    assert pair.left._withdrawn == {}
+
+
+def test_what_is_remembered_of_withdrawn_questions_is_bounded(pair: Pair) -> None:
+    for _ in range(1500):
+        pair.left.ask(PING, b"", [Memory(bytes(30))]).cancel()
+    assert list(pair.left._withdrawn) == list(range(501, 1501))
+
+
 def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> None:
     exchanges: list[Exchange] = []
     pair.there.answer = exchanges.append

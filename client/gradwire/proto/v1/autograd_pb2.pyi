@@ -118,7 +118,7 @@ class Gradients(_message.Message):
     def __init__(self, message: _Optional[_Union[MessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PropagateGradientsRequest(_message.Message):
-    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released")
+    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class PropagateGradientsRequest(_message.Message):
     SKIP_LEAVES_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    DETECT_ANOMALY_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     gradients: Gradients
     tensors: _tensor_pb2.TensorTable
@@ -138,7 +139,8 @@ class PropagateGradientsRequest(_message.Message):
     skip_leaves: bool
     autograd: AutogradMetadata
     released: _containers.RepeatedCompositeFieldContainer[MessageId]
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., **kwargs) -> None: ...
+    detect_anomaly: bool
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., **kwargs) -> None: ...
 
 class PropagateGradientsReply(_message.Message):
     __slots__ = ("contributions", "tensors", "autograd", "released")

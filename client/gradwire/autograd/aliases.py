@@ -1,0 +1,43 @@
+"""Tensors that came over the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["share_history"]
+
+
+def share_history(tensors: list[torch.Tensor], slots: Sequence[int]) -> None:
+    """Of tensors that came over the same memory, makes each know when another one is written to.
+
+    They are separate outputs of the recv node. Writing to one of them would change the value of the others
+    behind autograd's back, where on one machine it knows them for views of the same tensor. As views that
+    a custom function made, torch refuses that, and says to clone. One that requires grad beside others that
+    do not may be written to; torch then refuses a backward that would need what was there before.
+    """
+    if len(tensors) < 2:
+        return
+    groups: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes:
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    for group in groups.values():
+        differentiable = [index for index in group if index in slots]
+        if len(group) < 2 or not differentiable:
+            continue
+        first = tensors[differentiable[0]]
+        storage = first.untyped_storage()
+        with torch.no_grad():
+            if len(differentiable) == 1:
+                base = first.detach()
+            else:
+                whole = (storage.nbytes() // first.itemsize,)
+                base = torch.empty(0, dtype=first.dtype, device="cpu").set_(storage, 0, whole, (1,))
+            for index in group:
+                tensor = tensors[index]
+                if tensor is first and len(differentiable) == 1:
+                    continue
+                typed = base if tensor.dtype == base.dtype else base.view(torch.uint8).view(tensor.dtype)
+                tensors[index] = typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
