@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt scripts/install
 	@PYTHON="$(PYTHON)" scripts/install .venv
 	@touch $@
 
-demo: $(INSTALLED) ## start two workers on this machine and call functions on them
+demo: $(INSTALLED) ## train a model split over two workers on this machine, and compare with one process
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest

@@ -1,24 +1,17 @@
-"""Two workers, a few calls: ``python examples/demo.py``, or ``make demo``.
+"""Two workers, a few calls: ``python examples/calls.py``.
 
 Starts two daemons on free ports of this machine, calls functions on them and shows what came back. With
-GRADWIRE_WORKERS="host-a:50051,host-b:50051" it uses two that run already and serve demo_functions.
+GRADWIRE_WORKERS="host-a:50051,host-b:50051" it uses two that run already and serve calls_functions.
 
 Exits with 1 if any result is wrong.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -28,81 +21,10 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 import gradwire as gw
-
-START_SECONDS = 120.0
-"""What a worker gets to start. Loading torch from a cold disk takes a while."""
+from local_workers import workers_for
 
 console = Console(highlight=False)
 failures: list[str] = []
-
-
-# -- two workers
-
-
-@contextmanager
-def two_workers() -> Iterator[tuple[str, str]]:
-    """The addresses of two workers that serve demo_functions."""
-    given = [address.strip() for address in os.environ.get("GRADWIRE_WORKERS", "").split(",")]
-    if any(given):
-        if len(given) != 2:
-            sys.exit(f"GRADWIRE_WORKERS needs two addresses with a comma between, not {','.join(given)!r}")
-        yield given[0], given[1]
-        return
-
-    daemons: list[tuple[subprocess.Popen[bytes], Path]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            # Both are started before the first is waited for: they load torch at the same time.
-            for name in ("alice", "bob"):
-                log = Path(folder, f"{name}.log")
-                daemons.append((start(name, log), log))
-            with console.status("starting two workers"):
-                first, second = (wait_until_ready(process, log) for process, log in daemons)
-            yield first, second
-        finally:
-            stop([process for process, _ in daemons])
-
-
-def start(name: str, log: Path) -> subprocess.Popen[bytes]:
-    """``gradwire-server serve demo_functions`` on a free port, with its log in a file."""
-    args = ["serve", "demo_functions", "--bind", "127.0.0.1:0", "--name", name, "--log-format", "json"]
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "gradwire_server.cli", *args],
-            cwd=Path(__file__).parent,
-            stdin=subprocess.DEVNULL,
-            stderr=file,
-        )
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address in the daemon's ready line."""
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end:
-        # Asked before reading: a daemon that has ended by now has written all that it will write.
-        ended = process.poll() is not None
-        text = log.read_text()
-        for line in text.splitlines(keepends=True):
-            if line.startswith("{") and line.endswith("\n"):
-                event = json.loads(line)
-                if event.get("event") == "ready":
-                    return str(event["addresses"][0])
-        if ended:
-            sys.exit(f"a worker did not start:\n{text}")
-        time.sleep(0.02)
-    sys.exit(f"a worker was not ready after {START_SECONDS:g} s")
-
-
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Asks them to end, and ends those that do not."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 # -- showing
@@ -182,7 +104,7 @@ def errors(bob: gw.RemoteWorker) -> None:
             Panel(shown, title=Text(str(error), style="red"), title_align="left", border_style="red")
         )
         check(
-            "demo_functions.py" in traceback,
+            "calls_functions.py" in traceback,
             "caught with `except ValueError`, with its traceback",
         )
     else:
@@ -210,9 +132,8 @@ def large(alice: gw.RemoteWorker) -> None:
 
 
 def main() -> int:
-    # Ended from outside, it still ends its workers.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with two_workers() as (first, second):
+    given = os.environ.get("GRADWIRE_WORKERS", "")
+    with workers_for("calls_functions", given, names=("alice", "bob")) as (first, second):
         with gw.connect(first, connect_timeout=60) as alice, gw.connect(second, connect_timeout=60) as bob:
             for worker in (alice, bob):
                 console.print(f"[bold cyan]{worker.name}[/bold cyan] at {worker.target}")

@@ -1,4 +1,4 @@
-"""What the workers of the demo serve: ``gradwire-server serve demo_functions``."""
+"""What the workers of calls.py serve: ``gradwire-server serve calls_functions``."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@
 
 from gradwire import errors, nn, optim
 from gradwire._calls import CallFuture
+from gradwire._checkpoints import LoadedKeys, load, save
 from gradwire._contexts import Context, context, current_context
 from gradwire._describe import FunctionInfo
 from gradwire._gradcheck import GradcheckReport, GradcheckRow, gradcheck
@@ -24,6 +25,7 @@ __all__ = [
     "FunctionInfo",
     "GradcheckReport",
     "GradcheckRow",
+    "LoadedKeys",
     "RemoteFunction",
     "RemoteRef",
     "RemoteWorker",
@@ -37,9 +39,11 @@ __all__ = [
     "deadline",
     "errors",
     "gradcheck",
+    "load",
     "nn",
     "optim",
     "register_type",
+    "save",
     "timeout",
     *errors.__all__,
 ]

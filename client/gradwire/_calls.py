@@ -26,7 +26,9 @@ class CallFuture(Pending):
     A `concurrent.futures.Future`, and awaitable. Cancelling it reaches the worker.
     """
 
-    def __init__(self, decode: Callable[[Received], object], append_unread: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, decode: Callable[[Received], object], append_unread: Callable[[tuple[type[Any], bytes]], None]
+    ) -> None:
         super().__init__()
         self._decode: Callable[[Received], object] | None = decode
         self._append_unread = append_unread
@@ -55,7 +57,7 @@ class CallFuture(Pending):
     def __del__(self) -> None:
         # Whoever throws a result away unread never learns what there is to release on the worker.
         if self._decode is not None and isinstance(self._result, Received):
-            self._append_unread(self._result.body)
+            self._append_unread((autograd_pb2.ForwardWithAutogradReply, self._result.body))
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -104,9 +106,7 @@ def start_call(
         partial(_decode_reply, participant, link, function, devices, resolve_ref),
         participant.releases_to(link).append_unread,
     )
-    sent = participant.send_call(request, encoder.tensors, current_context_id(), link)
-    if sent is not None:
-        participant.forget_if_failed(sent, future)
+    participant.send_call(request, encoder.tensors, current_context_id(), link, future)
     try:
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)

@@ -173,6 +173,11 @@ class SharedLink:
                 self._link = self._connect()
             return self._link
 
+    @property
+    def link(self) -> Link | None:
+        """The link as it is: maybe ended, None if there was none yet."""
+        return self._link
+
     def join(self, user: object) -> None:
         with self._lock:
             self._users.add(user)

@@ -18,14 +18,16 @@ class RemoteRef:
     """A value that lives on a worker: an object that a class made, or a result that was kept there.
 
     Its methods are called there. Passed as an argument it arrives as the value itself on the worker that
-    holds it, and as a ref on any other. Without a name it goes when this handle goes.
+    holds it, and as a ref on any other, where it keeps nothing alive. Without a name it goes when the last
+    handle of this process goes.
     """
 
-    def __init__(self, worker: RemoteWorker, message: value_pb2.RemoteRef) -> None:
+    def __init__(self, worker: RemoteWorker, message: value_pb2.RemoteRef, *, borrowed: bool = False) -> None:
         self._worker = worker
         self._message = message
-        # Told when this handle goes; a destructor must not look for it then.
-        self._releases = None if message.name else worker._releases()
+        # What the destructor needs, which must not look for anything: it may run while Python shuts down.
+        self._releases = None if message.name or borrowed else worker._releases()
+        self._id = MessageId(message.node.id, message.ref)
 
     @property
     def worker(self) -> RemoteWorker:
@@ -57,9 +59,13 @@ class RemoteRef:
         return self._worker.call("gradwire.fetch", self, timeout=timeout)
 
     def delete(self) -> None:
-        """Makes the worker let go of it now, whoever else may use it."""
+        """Makes the worker let go of it now, whoever else may use it.
+
+        Only who made it can delete what has no name; anybody can delete what has one. What the worker's own
+        code shares stays. Raises `PermissionDenied` otherwise.
+        """
+        self._worker.call("gradwire.delete", *self._id, self._message.name)
         self._releases = None
-        self._worker.call("gradwire.delete", self)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         future = self._worker._start("__call__", args, kwargs, target=self._message)
@@ -79,6 +85,9 @@ class RemoteRef:
         message = value_pb2.RemoteRef()
         message.CopyFrom(self._message)
         message.address = message.address or self._worker.target
+        if message.name:
+            # A name outlives a restart of the worker, which then has another id.
+            message.node.id = self._worker._link.peer.node
         return message
 
     def __repr__(self) -> str:
@@ -88,7 +97,7 @@ class RemoteRef:
     def __del__(self) -> None:
         releases = getattr(self, "_releases", None)
         if releases is not None:
-            releases.append(MessageId(self._message.node.id, self._message.ref))
+            releases.append(self._id)
 
 
 class RemoteMethod:

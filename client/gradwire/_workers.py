@@ -142,10 +142,9 @@ class RemoteWorker:
 
     def _adopt(self, message: value_pb2.RemoteRef) -> object:
         """The handle for a ref that came from the worker."""
-        worker = self
-        if message.node.id != self._link.peer.node:
-            worker = worker_of(message, current_node())
-        ref = RemoteRef(worker, message)
+        is_there = message.node.id == self._link.peer.node
+        # A ref to a third process keeps nothing alive: that one does not know that it was passed on.
+        ref = RemoteRef(self, message) if is_there else handle_for(message, current_node())
         return _module_handles[-1](ref) if message.is_module and _module_handles else ref
 
     def _releases(self) -> Releases:
@@ -338,9 +337,7 @@ def worker_of(message: value_pb2.RemoteRef, node: Node) -> RemoteWorker:
 
 def handle_for(message: value_pb2.RemoteRef, node: Node) -> RemoteRef:
     """A handle for a ref to a value that lives elsewhere, and that somebody else keeps alive."""
-    ref = RemoteRef(worker_of(message, node), message)
-    ref._releases = None
-    return ref
+    return RemoteRef(worker_of(message, node), message, borrowed=True)
 
 
 _module_handles: list[Callable[[RemoteRef], object]] = []

@@ -25,6 +25,8 @@
     │   ├── Unencodable (TypeError)         a value that cannot travel; says where it is
     │   └── MalformedMessage (ValueError)   bytes that make no sense
     ├── InvalidDeviceMap (ValueError)       a device map names devices that are not there
+    ├── CheckpointError (OSError)           a checkpoint cannot be written, is damaged, or is not there
+    │   └── CheckpointMismatch (ValueError) it is of another model or optimizer
     ├── InternalError (RuntimeError)        a fault of gradwire's own
     └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
 
@@ -44,6 +46,8 @@ __all__ = [
     "AlreadyExists",
     "CallRefused",
     "Cancelled",
+    "CheckpointError",
+    "CheckpointMismatch",
     "ConnectFailed",
     "DeadlineExceeded",
     "ForkedProcess",
@@ -185,6 +189,14 @@ class MalformedMessage(WireError, ValueError):
 
 class InvalidDeviceMap(GradwireError, ValueError):
     """A device map names a device that is not there, or maps two to one."""
+
+
+class CheckpointError(GradwireError, OSError):
+    """A checkpoint cannot be written or read: the message names the file, and what is wrong with it."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint is sound, but of another model or optimizer; nothing was loaded."""
 
 
 class InternalError(GradwireError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -13,21 +14,35 @@ from gradwire._workers import RemoteWorker, adopt_modules_with
 __all__ = ["RemoteModule"]
 
 
+class StateWithoutRemoteParts(OrderedDict[str, Any]):
+    """A destination for `state_dict()` that only lists remote modules, to be fetched one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remote_parts: list[tuple[str, RemoteModule]] = []
+        """With the prefix of each."""
+        self._metadata: OrderedDict[str, Any] = OrderedDict()
+
+
 class RemoteModule(torch.nn.Module):
     """A module on a worker, to be used like one of one's own.
 
     `worker.create` and `worker.get` give one. Calls run there, and backward flows through them; the
-    gradients of its parameters stay there, for `gw.optim.DistributedOptimizer`. Its parameters are not
-    among `parameters()`: they are not in this process. Methods of its class can be called as attributes.
+    gradients of its parameters stay there, for `gw.optim.DistributedOptimizer`. Methods of its class can be
+    called as attributes. Among `parameters()` one `RemoteParameters` stands for all that it has: they are
+    not in this process.
 
-    Inside a local module, `train()`, `eval()`, a change of dtype, `state_dict()` and `load_state_dict()` of
-    the whole reach it, too. `to(device)` moves it only when called on itself, since the devices are the
-    worker's.
+    Inside a local module, `train()`, `eval()`, `zero_grad()`, `requires_grad_()`, a change of dtype,
+    `state_dict()` and `load_state_dict()` of the whole reach it, too. `to(device)` moves it only when called
+    on itself, since the devices are the worker's.
     """
 
     def __init__(self, ref: RemoteRef) -> None:
         super().__init__()
         self.ref = ref
+        # Not of this module, but of the ref: a circle would keep the worker's module until Python looks
+        # for circles.
+        self._parameters["remote"] = RemoteParameters(ref)
 
     @property
     def worker(self) -> RemoteWorker:
@@ -55,6 +70,12 @@ class RemoteModule(torch.nn.Module):
         self._verb("to", device, dtype)
         return self
 
+    def cpu(self) -> Self:
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
     def num_parameters(self, trainable_only: bool = False) -> int:
         """How many numbers its parameters are."""
         count: int = self._verb("num_parameters", trainable_only)
@@ -67,15 +88,26 @@ class RemoteModule(torch.nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Its parameters and buffers, brought here."""
         destination, prefix = _state_dict_arguments(*args, **kwargs)
-        for key, value in self._verb("state_dict").items():
+        if isinstance(destination, StateWithoutRemoteParts):
+            destination.remote_parts.append((prefix, self))
+            return destination
+        state, metadata = self._verb("state_dict")
+        for key, value in state.items():
             destination[prefix + key] = value
+        if hasattr(destination, "_metadata"):
+            for key, value in metadata.items():
+                destination._metadata[(prefix + key).rstrip(".")] = value
         return destination
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Sends parameters and buffers to the worker."""
-        missing, unexpected = self._verb("load_state_dict", dict(state_dict), strict)
+        """Sends parameters and buffers to the worker. Raises RuntimeError where they do not fit, as torch
+        does. `assign` makes no difference: they are always copied into what is there."""
+        metadata = dict(getattr(state_dict, "_metadata", {}))
+        missing, unexpected, refusal = self._verb("load_state_dict", dict(state_dict), metadata, strict)
+        if refusal:
+            raise RuntimeError(refusal)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     # -- as a part of a local module, whose own methods go through these
@@ -91,10 +123,14 @@ class RemoteModule(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        missing, unexpected = self._verb("load_state_dict", own, False)
+        metadata = {"": {"version": local_metadata.get("version")}}
+        missing, unexpected, refusal = self._verb("load_state_dict", own, metadata, False)
         missing_keys.extend(prefix + key for key in missing)
         if strict:
             unexpected_keys.extend(prefix + key for key in unexpected)
+        # The first line names the worker's module; torch will put the name of the whole there.
+        for line in refusal.split("\n\t")[1:]:
+            error_msgs.append(line.replace("size mismatch for ", f"size mismatch for {prefix}"))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # `fn` says nothing of itself; what it does to numbers of two types shows which type it wants.
@@ -104,7 +140,7 @@ class RemoteModule(torch.nn.Module):
         return self
 
     def _verb(self, name: str, *args: object) -> Any:
-        return self.ref.worker.call(f"gradwire.module.{name}", self.ref, *args)
+        return _verb(self.ref, name, *args)
 
     def __gradwire_ref__(self) -> Any:
         return self.ref.__gradwire_ref__()
@@ -133,13 +169,92 @@ class RemoteModule(torch.nn.Module):
         return f"{self.ref.class_name} on {self.ref.worker.target}{name}"
 
 
+class RemoteParameters(torch.nn.Parameter):
+    """Stands for the parameters of a module on a worker, where torch goes through those of a local one.
+
+    It has no elements. Dropping or zeroing its gradient and setting `requires_grad` happen on the worker.
+    An optimizer of torch refuses it, rather than leave the worker's parameters as they are.
+    """
+
+    ref: RemoteRef
+    _requires_grad: bool
+
+    def __new__(cls, ref: RemoteRef) -> Self:
+        made = torch.Tensor._make_subclass(cls, torch.empty(0), True)
+        made.ref = ref
+        made._requires_grad = True
+        return made
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Whether there is any is not known here."""
+        return torch.Tensor._make_subclass(_RemoteGradients, torch.empty(0))._of(self.ref)
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            raise TypeError(f"the gradients of {self.ref.class_name} are on {self.ref.worker.target}")
+        _verb(self.ref, "zero_grad")
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.requires_grad_(wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        _verb(self.ref, "requires_grad_", requires_grad)
+        self._requires_grad = requires_grad
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        # The first thing that an optimizer of torch asks of a parameter.
+        raise TypeError(
+            f"the parameters of {self.ref.class_name} are on {self.ref.worker.target}: use "
+            "gw.optim.DistributedOptimizer with the module itself"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<parameters of {self.ref!r}>"
+
+    def __deepcopy__(self, memo: object) -> Self:
+        raise TypeError("parameters on a worker cannot be copied")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("parameters on a worker cannot be pickled; save the state_dict of the module")
+
+
+class _RemoteGradients(torch.Tensor):
+    """What `grad` of RemoteParameters is: it can be zeroed."""
+
+    _ref: RemoteRef
+
+    def _of(self, ref: RemoteRef) -> Self:
+        self._ref = ref
+        return self
+
+    def zero_(self) -> Self:
+        _verb(self._ref, "zero_grad")
+        return self
+
+
+def _verb(ref: RemoteRef, name: str, *args: object) -> Any:
+    return ref.worker.call(f"gradwire.module.{name}", ref, *args)
+
+
 def _state_dict_arguments(
     *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
 ) -> tuple[Any, str]:
     if args:
         destination = args[0]
         prefix = args[1] if len(args) > 1 else prefix
-    return ({} if destination is None else destination), prefix
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    return destination, prefix
 
 
 adopt_modules_with(RemoteModule)

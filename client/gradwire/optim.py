@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,13 +22,17 @@ from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, entered, time_left
 from gradwire._workers import RemoteWorker
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
-from gradwire.nn import RemoteModule
+from gradwire.nn import RemoteParameters
 from gradwire.proto.v1 import autograd_pb2
 
-__all__ = ["DistributedOptimizer", "sum_of_powers"]
+__all__ = ["DistributedOptimizer", "Rehearsal", "sum_of_powers"]
 
 _PATIENCE_SECONDS = 0.2
-"""How long a worker waits for another trainer's step before it says that it is busy."""
+"""How long a worker that is asked alone waits for another trainer's step before it says that it is busy."""
+_SHORT_PATIENCE_SECONDS = 0.02
+"""The same where all workers are asked at once: two trainers may each hold what the other waits for."""
+_ABORT_SECONDS = 5.0
+"""How long to try to tell a worker that a step is given up; it also learns that from the next one."""
 _STEP_SECONDS = 60.0
 """How long a step is tried again while workers are busy, unless a deadline is nearer."""
 
@@ -48,34 +54,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        params: Sequence[Item],
+        params: Iterable[Item],
         *,
         skip_nonfinite: bool = False,
         allow_missing: bool = False,
         **defaults: Any,
     ) -> None:
+        if _needs_closure(optimizer_class):
+            raise TypeError(
+                f"{optimizer_class.__name__} steps by running the model again, and again: not here"
+            )
         groups = [_Group(item) for item in _as_groups(params)]
         if not any(group.local or group.remote for group in groups):
             raise ValueError("there are no parameters to optimize")
-        stand_in = [torch.zeros(1, requires_grad=True) for _ in groups]
+        stand_in = [torch.zeros(1, 1, requires_grad=True) for _ in groups]
         template = optimizer_class(
             [{"params": [p], **group.options} for p, group in zip(stand_in, groups, strict=True)], **defaults
         )
+        self._is_made = False
         super().__init__(
             [{"params": [p], **group.options} for p, group in zip(stand_in, groups, strict=True)],
             template.defaults,
         )
+        self._is_made = True
         for shown, group in zip(self.param_groups, groups, strict=True):
-            shown["params"] = group.local
+            shown["params"] = list(group.local)
         self._skip_nonfinite = skip_nonfinite
         self._allow_missing = allow_missing
+        self._stepping = threading.Lock()
         self._tickets = itertools.count(1)
-        self._local = _LocalPart(optimizer_class, self.param_groups, defaults)
-        workers = {id(r.worker._place): r.worker for group in groups for r in group.remote}
+        names = {parameter: name for group in groups for parameter, name in group.local.items()}
+        self._local = _LocalPart(optimizer_class, self.param_groups, defaults, names)
+        # By the worker itself: there may be several handles to it, with links of their own.
+        workers = {ref.worker._link.peer.node: ref.worker for group in groups for ref in group.remote}
         self._remote = [
-            _RemotePart(worker, optimizer_class.__name__, defaults, groups) for worker in workers.values()
+            _RemotePart(node, worker, optimizer_class, defaults, groups) for node, worker in workers.items()
         ]
         _all([part.start_make(resume=False) for part in self._remote])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_made:
+            raise NotImplementedError("all groups are given when the optimizer is made")
+        super().add_param_group(param_group)
 
     # -- the step
 
@@ -83,41 +103,78 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Steps all parameters with the gradients of plain backward, or with those of a context."""
         if callable(context):
             raise TypeError("a closure is not supported: run backward first, then step")
-        with _in_context(context):
+        with self._stepping, _in_context(context):
             local = self._local.gradients(context)
             self._local.check(local, self._skip_nonfinite)
-            self._step_remote()
+            interrupted = self._step_remote()
             self._local.step(local)
+        if interrupted is not None:
+            raise interrupted
 
-    def _step_remote(self) -> None:
+    def _step_remote(self) -> KeyboardInterrupt | None:
         left = time_left(None)
         give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
         for attempt in itertools.count():
             try:
-                if len(self._remote) == 1:
-                    self._remote[0].step(self._checks())
-                else:
-                    self._prepare_and_commit(next(self._tickets))
-                return
+                if not self._remote:
+                    return None
+                if len(self._remote) == 1 and left is None:
+                    return self._step_one(self._remote[0])
+                return self._prepare_and_commit(next(self._tickets), in_turn=attempt > 0)
             except StepRefused as refused:
                 if refused.reason != "busy" or time.monotonic() >= give_up_at:
                     raise
-                # Two trainers that each hold what the other waits for: both let go, and come back apart.
-                time.sleep(random.uniform(0, min(0.01 * 2**attempt, 0.5)))
+                # Another trainer steps; come back apart from whoever else waits for the same.
+                time.sleep(random.uniform(0, min(0.001 * 2**attempt, 0.1)))
+        raise AssertionError  # mypy: the count has no end
 
-    def _prepare_and_commit(self, ticket: int) -> None:
-        prepared, failures = _settle([part.start_prepare(ticket, self._checks()) for part in self._remote])
-        if failures:
-            _settle([self._remote[index].start_abort(ticket) for index in prepared])
-            raise _who_and_why([(self._remote[index], error) for index, error in failures])
-        made, failures = _settle([part.start_commit(ticket) for part in self._remote])
-        if failures:
-            refused = _who_and_why([(self._remote[index], error) for index, error in failures])
-            if made:
+    def _step_one(self, part: _RemotePart) -> KeyboardInterrupt | None:
+        """One request. Once it is sent it counts, so nothing may keep this process from the answer."""
+        settled = _Settled([part.start("step", *self._checks(), _PATIENCE_SECONDS)], stubborn=True)
+        for _, error in settled.failed:
+            raise _who_and_why([(part, error)])
+        return settled.interrupted
+
+    def _prepare_and_commit(self, ticket: int, *, in_turn: bool) -> KeyboardInterrupt | None:
+        """Asks all workers whether they can step, then tells them to.
+
+        At first all at once. If another trainer was in the way, one after the other, in the order that all
+        trainers keep to: so they wait for one another, but never in a circle.
+        """
+        parts = sorted(self._remote, key=lambda part: part.node) if in_turn else self._remote
+        groups = [[part] for part in parts] if in_turn else [parts]
+        patience = _PATIENCE_SECONDS if in_turn else _SHORT_PATIENCE_SECONDS
+        asked: list[_RemotePart] = []
+        try:
+            for group in groups:
+                asked += group
+                settled = _Settled(
+                    [part.start("prepare", ticket, *self._checks(), patience) for part in group]
+                )
+                if settled.failed:
+                    raise _who_and_why([(group[index], error) for index, error in settled.failed])
+        except BaseException:
+            self._abort(ticket, asked)
+            raise
+        return self._commit(ticket)
+
+    def _abort(self, ticket: int, parts: Sequence[_RemotePart]) -> None:
+        with _without_deadline():
+            calls = [part.start("abort", ticket, timeout=_ABORT_SECONDS) for part in parts if part.is_linked]
+            _Settled(calls)
+
+    def _commit(self, ticket: int) -> KeyboardInterrupt | None:
+        # All have agreed: from here on no deadline and no key may leave some stepped and some not.
+        with _without_deadline():
+            settled = _Settled([part.start("commit", ticket) for part in self._remote], stubborn=True)
+        if settled.failed:
+            refused = _who_and_why([(self._remote[index], error) for index, error in settled.failed])
+            if settled.worked:
                 # They had agreed, so this takes a death (or a broken optimizer) between yes and commit.
-                done = ", ".join(self._remote[index].worker.target for index in made)
+                done = ", ".join(self._remote[index].worker.target for index in settled.worked)
                 refused.message += f". It was made on {done}: go on from a checkpoint"
             raise refused
+        return settled.interrupted
 
     def _checks(self) -> tuple[list[dict[str, Any]], bool, bool]:
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
@@ -133,19 +190,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _all(calls)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, context: Context | None = None
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        context: Context | None = None,
+        *,
+        error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """Scales all gradients, here and on workers, so that their common norm is at most `max_norm`.
 
         Returns the norm that they had together: one norm over all parameters, as if all were here.
         """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be more than 0, not {norm_type}")
         with _in_context(context):
             calls = [part.start("sum_of_powers", norm_type) for part in self._remote]
             local = self._local.gradients(context)
             parts = [sum_of_powers(local.values(), norm_type), *_all(calls)]
-            norm = max(parts) if math.isinf(norm_type) else sum(parts) ** (1.0 / norm_type)
+            # A NaN must not get lost, as it may in Python's max.
+            total = sum(parts) if math.isnan(sum(parts)) or math.isfinite(norm_type) else max(parts)
+            norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+            if error_if_nonfinite and not math.isfinite(norm):
+                raise RuntimeError(f"the norm of the gradients is {norm}, so they cannot be clipped")
             factor = max_norm / (norm + 1e-6)
-            if factor < 1.0:
+            if not factor >= 1.0:
                 calls = [part.start("scale_gradients", factor) for part in self._remote]
                 self._local.scale(local, factor, context)
                 _all(calls)
@@ -164,6 +232,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "remote": _all(calls),
         }
 
+    def state_parts(self) -> Iterator[tuple[str, Any]]:
+        """What `state_dict` has, with the workers' parts as an iterator that fetches one at a time."""
+        yield "param_groups", [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        yield "local", self._local.optimizer.state_dict() if self._local.optimizer else None
+        yield "remote", (part.start("state_dict")() for part in self._remote)
+
+    def group_sizes(self) -> tuple[list[int] | None, list[tuple[str, list[int]]]]:
+        """How many tensors each group has: here, and on each worker."""
+        calls = [part.start("group_sizes") for part in self._remote]
+        local = self._local.optimizer
+        here = None if local is None else [len(group["params"]) for group in local.param_groups]
+        return here, [(p.worker.target, s) for p, s in zip(self._remote, _all(calls), strict=True)]
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sends a state to all parts."""
         if len(state_dict["remote"]) != len(self._remote) or len(state_dict["param_groups"]) != len(
@@ -181,6 +262,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ]
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer with parts on workers cannot be copied or pickled; use its state_dict")
+
     def __repr__(self) -> str:
         places = [f"{len(part.modules)} modules on {part.worker.target}" for part in self._remote]
         local = sum(len(group["params"]) for group in self.param_groups)
@@ -188,27 +272,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 class _Group:
-    """One parameter group: local tensors and remote modules."""
+    """One parameter group: local tensors and remote modules, each once."""
 
     def __init__(self, item: Mapping[str, Any]) -> None:
         self.options = {key: value for key, value in item.items() if key != "params"}
-        self.local: list[torch.Tensor] = []
-        self.remote: list[RemoteModule] = []
+        self.local: dict[torch.Tensor, str] = {}
+        """With their names, as far as they have any."""
+        self._remote: dict[tuple[int, int], RemoteRef] = {}
         members = item["params"]
         if isinstance(members, torch.nn.Module | torch.Tensor):
             members = [members]
         for member in members:
-            if isinstance(member, torch.Tensor):
-                self.local.append(member)
-            elif isinstance(member, torch.nn.Module):
-                # remove_duplicate: tied parameters are stepped once.
-                self.local.extend(member.parameters())
-                self.remote.extend(m for m in member.modules() if isinstance(m, RemoteModule))
+            if isinstance(member, torch.nn.Module):
+                for name, parameter in member.named_parameters():
+                    self._add(parameter, name)
+            elif isinstance(member, torch.Tensor):
+                self._add(member, f"a tensor of shape {tuple(member.shape)}")
             else:
                 raise TypeError(f"a {type(member).__name__} is neither a module nor a tensor")
 
+    def _add(self, parameter: torch.Tensor, name: str) -> None:
+        if isinstance(parameter, RemoteParameters):
+            ref = parameter.ref
+            self._remote.setdefault((ref._message.node.id, ref._message.ref), ref)
+        else:
+            self.local.setdefault(parameter, name)
 
-def _as_groups(params: Sequence[Item]) -> list[Mapping[str, Any]]:
+    @property
+    def remote(self) -> list[RemoteRef]:
+        return list(self._remote.values())
+
+
+def _as_groups(params: Iterable[Item]) -> list[Mapping[str, Any]]:
     """Groups stay as they are; what is in none makes one together."""
     items = [params] if isinstance(params, torch.nn.Module | torch.Tensor | Mapping) else list(params)
     loose = [item for item in items if not isinstance(item, Mapping)]
@@ -224,13 +319,16 @@ class _LocalPart:
         optimizer_class: type[torch.optim.Optimizer],
         shown_groups: Sequence[dict[str, Any]],
         defaults: Mapping[str, Any],
+        names: Mapping[torch.Tensor, str],
     ) -> None:
+        self._names = names
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.optimizer: torch.optim.Optimizer | None = None
         with_parameters = [group for group in shown_groups if group["params"]]
         if with_parameters:
             self.optimizer = optimizer_class([dict(group) for group in with_parameters], **defaults)
             self._pairs = list(zip(with_parameters, self.optimizer.param_groups, strict=True))
+            self._rehearsal = Rehearsal(self.optimizer)
 
     def gradients(self, context: Context | None) -> dict[torch.Tensor, torch.Tensor]:
         if context is not None:
@@ -242,10 +340,19 @@ class _LocalPart:
         return (parameter for shown, _ in self._pairs for parameter in shown["params"])
 
     def check(self, gradients: Mapping[torch.Tensor, torch.Tensor], skip_nonfinite: bool) -> None:
-        if skip_nonfinite and not all(torch.isfinite(_values(g)).all() for g in gradients.values()):
-            error = StepRefused("gradients in this process are not finite; no worker has stepped")
-            error.reason = "nonfinite"
-            raise error
+        """Raises StepRefused if a step could not be made here, before any worker makes one."""
+        if self.optimizer is None:
+            return
+        if skip_nonfinite:
+            bad = [p for p, gradient in gradients.items() if not torch.isfinite(_values(gradient)).all()]
+            if bad:
+                names = ", ".join(self._names[parameter] for parameter in bad[:5])
+                _refuse("nonfinite", f"the gradients of {names} in this process are not finite")
+        for shown, own in self._pairs:
+            own.update({key: value for key, value in shown.items() if key != "params"})
+        refusal = self._rehearsal.refusal(gradients)
+        if refusal is not None:
+            _refuse("error", f"in this process: {refusal}")
 
     def scale(
         self, gradients: Mapping[torch.Tensor, torch.Tensor], factor: float, context: Context | None
@@ -259,8 +366,6 @@ class _LocalPart:
     def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         if self.optimizer is None:
             return
-        for shown, own in self._pairs:
-            own.update({key: value for key, value in shown.items() if key != "params"})
         before = [(parameter, parameter.grad) for parameter in self._parameters()]
         try:
             for parameter, _ in before:
@@ -275,23 +380,31 @@ class _RemotePart:
     """The parameters on one worker."""
 
     def __init__(
-        self, worker: RemoteWorker, class_name: str, defaults: Mapping[str, Any], groups: Sequence[_Group]
+        self,
+        node: int,
+        worker: RemoteWorker,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        groups: Sequence[_Group],
     ) -> None:
+        self.node = node
         self.worker = worker
-        self.modules = [m for group in groups for m in group.remote if m.worker._place is worker._place]
+        here = [[ref for ref in group.remote if ref.worker._link.peer.node == node] for group in groups]
+        self.modules = [ref for refs in here for ref in refs]
         self._uid = uuid.uuid4().hex
+        name = optimizer_class.__name__
         self._arguments = (
-            class_name,
+            f"torch.optim.{name}" if getattr(torch.optim, name, None) is optimizer_class else name,
             dict(defaults),
-            [
-                {
-                    "modules": [m for m in group.remote if m.worker._place is worker._place],
-                    **group.options,
-                }
-                for group in groups
-            ],
+            [{"modules": refs, **group.options} for refs, group in zip(here, groups, strict=True)],
         )
         self._ref: RemoteRef | None = None
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether it can be asked without connecting anew."""
+        link = self.worker._place.link
+        return link is not None and link.ended is None
 
     def start_make(self, *, resume: bool) -> Callable[[], Any]:
         """Makes the optimizer there. With `resume`, from what the worker last knew of it."""
@@ -304,15 +417,15 @@ class _RemotePart:
 
         return finish
 
-    def start(self, method: str, *args: object) -> Callable[[], Any]:
+    def start(self, method: str, *args: object, timeout: float | None = None) -> Callable[[], Any]:
         """Starts a call of the optimizer there; what is returned waits for it.
 
         A worker that was restarted has forgotten it: then it is made again, from the state that the worker
-        saved, and asked once more.
+        saved, and asked once more. So it is if the link was lost, but only what may be done twice.
         """
         assert self._ref is not None
         try:
-            future: _calls.CallFuture | GradwireError = self._ref.call_async(method, *args)
+            future: _calls.CallFuture | GradwireError = self._ref.call_async(method, *args, timeout=timeout)
         except GradwireError as error:
             future = error
 
@@ -320,60 +433,74 @@ class _RemotePart:
             try:
                 if isinstance(future, GradwireError):
                     raise future
-                return _calls.wait(future, f"the optimizer on {self.worker.target}")
-            except (NotFound, LinkError):
+                # Not _calls.wait: an interrupt must not cancel a step that others make, too.
+                return future.result()
+            except (NotFound, LinkError) as error:
+                if method not in _ASKED_AGAIN or (isinstance(error, LinkError) and method not in _REPEATABLE):
+                    raise
                 self.start_make(resume=True)()
                 assert self._ref is not None
                 return self._ref.call(method, *args)
 
         return finish
 
-    def step(self, checks: tuple[list[dict[str, Any]], bool, bool]) -> None:
-        try:
-            self.start("step", *checks, _PATIENCE_SECONDS)()
-        except GradwireError as error:
-            raise _who_and_why([(self, error)]) from error
 
-    def start_prepare(
-        self, ticket: int, checks: tuple[list[dict[str, Any]], bool, bool]
-    ) -> Callable[[], Any]:
-        return self.start("prepare", ticket, *checks, _PATIENCE_SECONDS)
-
-    def start_commit(self, ticket: int) -> Callable[[], Any]:
-        return self.start("commit", ticket)
-
-    def start_abort(self, ticket: int) -> Callable[[], Any]:
-        return self.start("abort", ticket)
+_REPEATABLE = ("zero_grad", "state_dict", "load_state_dict", "group_sizes")
+"""What does no harm if it was done already when the link was lost."""
+_ASKED_AGAIN = (*_REPEATABLE, "prepare", "step", "sum_of_powers")
+"""What an optimizer that was made anew can answer."""
 
 
-def _settle(
-    calls: Sequence[Callable[[], Any]],
-) -> tuple[list[int], list[tuple[int, GradwireError]]]:
-    """Waits for all; the indices of those that worked, and of those that did not with their errors."""
-    worked: list[int] = []
-    failed: list[tuple[int, GradwireError]] = []
-    for index, call in enumerate(calls):
-        try:
-            call()
-            worked.append(index)
-        except GradwireError as error:
-            failed.append((index, error))
-    return worked, failed
+class _Settled:
+    """Waits for all calls, whatever becomes of each.
+
+    With `stubborn` also through Ctrl-C, which is then left to the caller to raise.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], *, stubborn: bool = False) -> None:
+        self.results: list[Any] = []
+        self.worked: list[int] = []
+        self.failed: list[tuple[int, GradwireError]] = []
+        self.interrupted: KeyboardInterrupt | None = None
+        for index, call in enumerate(calls):
+            while True:
+                try:
+                    self.results.append(call())
+                    self.worked.append(index)
+                except GradwireError as error:
+                    self.failed.append((index, error))
+                except KeyboardInterrupt as interrupt:
+                    if not stubborn:
+                        raise
+                    self.interrupted = interrupt
+                    continue
+                break
 
 
 def _all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    return [call() for call in calls]
+    """The results of all calls. If some fail, the first error, once none is under way any more."""
+    settled = _Settled(calls)
+    for _, error in settled.failed:
+        raise error
+    return settled.results
 
 
 def _who_and_why(failures: Sequence[tuple[_RemotePart, GradwireError]]) -> StepRefused:
     """One error for all that kept a step from being made."""
     reasons = [_reason(error) for _, error in failures]
-    said = "; ".join(f"{part.worker.target}: {error}" for part, error in failures)
-    refused = StepRefused(f"the step was not made: {said}", worker=failures[0][0].worker.target)
     # A reason that does not pass by itself outweighs "busy".
-    refused.reason = next((reason for reason in reasons if reason != "busy"), "busy")
-    refused.__cause__ = failures[0][1]
+    first = next((index for index, reason in enumerate(reasons) if reason != "busy"), 0)
+    said = "; ".join(f"{part.worker.target}: {error}" for part, error in failures)
+    refused = StepRefused(f"the step was not made: {said}", worker=failures[first][0].worker.target)
+    refused.reason = reasons[first]
+    refused.__cause__ = failures[first][1]
     return refused
+
+
+def _refuse(reason: str, message: str) -> NoReturn:
+    error = StepRefused(f"the step was not made: {message}")
+    error.reason = reason
+    raise error
 
 
 def _reason(error: GradwireError) -> str:
@@ -386,19 +513,90 @@ def _in_context(context: Context | None) -> AbstractContextManager[None]:
     return nullcontext() if context is None else entered(replace(current_scope(), context=context.id))
 
 
+def _without_deadline() -> AbstractContextManager[None]:
+    return entered(replace(current_scope(), deadline=None))
+
+
+def _needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class Rehearsal:
+    """Finds out whether an optimizer can make a step, before it makes it.
+
+    Adam, say, takes no sparse gradients, and says so only in the middle of a step, when other workers have
+    made theirs. So a step with small tensors of the same kind is made first, once for each kind.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # One of the user's own may do anything in a step; it is not tried out behind their back.
+        self._is_known = type(optimizer).__module__.startswith("torch.optim.")
+        self._passed: set[object] = set()
+
+    def refusal(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> str | None:
+        """Why the step cannot be made; None if it can."""
+        for parameter, gradient in gradients.items():
+            if parameter.dtype != gradient.dtype or parameter.shape != gradient.shape:
+                return (
+                    f"a gradient of {tuple(gradient.shape)} {gradient.dtype} for a parameter of "
+                    f"{tuple(parameter.shape)} {parameter.dtype}: it was changed since backward"
+                )
+        if not self._is_known:
+            return None
+        for group in self._optimizer.param_groups:
+            pairs = ((p, gradients[p]) for p in group["params"] if p in gradients)
+            kinds = {(p.dtype, p.dim(), p.device, gradient.layout) for p, gradient in pairs}
+            options = {key: value for key, value in group.items() if key != "params"}
+            switched_on = frozenset(key for key, value in options.items() if _is_on(value))
+            for kind in kinds:
+                if (kind, switched_on) not in self._passed:
+                    try:
+                        self._rehearse(options, *kind)
+                    except (RuntimeError, ValueError, TypeError) as error:
+                        return f"{type(self._optimizer).__name__}: {error}"
+                    self._passed.add((kind, switched_on))
+        return None
+
+    def _rehearse(
+        self,
+        options: dict[str, Any],
+        dtype: torch.dtype,
+        dim: int,
+        device: torch.device,
+        layout: torch.layout,
+    ) -> None:
+        parameter = torch.nn.Parameter(torch.zeros([1] * dim, dtype=dtype, device=device))
+        gradient = torch.zeros_like(parameter)
+        parameter.grad = gradient if layout == torch.strided else gradient.to_sparse(layout=layout)
+        copies = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()
+        }
+        type(self._optimizer)([{"params": [parameter], **copies}], **self._required()).step()
+
+    def _required(self) -> dict[str, Any]:
+        """What the constructor cannot do without."""
+        parameters = inspect.signature(type(self._optimizer).__init__).parameters
+        return {name: value for name, value in self._optimizer.defaults.items() if name in parameters}
+
+
+def _is_on(option: object) -> bool:
+    return True if isinstance(option, torch.Tensor) else bool(option)
+
+
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def sum_of_powers(gradients: Iterable[torch.Tensor], norm_type: float) -> float:
     """The part of some gradients in a norm over many, in double precision."""
-    total = 0.0
+    parts = []
     for gradient in gradients:
         magnitudes = _values(gradient).detach().abs().double()
-        if not magnitudes.numel():
-            continue
-        if math.isinf(norm_type):
-            total = max(total, float(magnitudes.max()))
-        else:
-            total += float(magnitudes.pow(norm_type).sum())
-    return total
+        if magnitudes.numel():
+            parts.append(magnitudes.max() if math.isinf(norm_type) else magnitudes.pow(norm_type).sum())
+    if not parts:
+        return 0.0
+    together = torch.stack([part.cpu() for part in parts])
+    return float(together.max() if math.isinf(norm_type) else together.sum())

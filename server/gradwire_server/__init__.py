@@ -1,6 +1,13 @@
 """The worker: a daemon, or a part of any program, that serves functions to gradwire's clients."""
 
-from gradwire_server.errors import BindFailed, ConfigError, DaemonError, LoadFailed, NothingExposed
+from gradwire_server.errors import (
+    BindFailed,
+    ConfigError,
+    DaemonError,
+    LoadFailed,
+    NothingExposed,
+    StateError,
+)
 from gradwire_server.registry import expose
 from gradwire_server.worker import Worker
 
@@ -10,6 +17,7 @@ __all__ = [
     "DaemonError",
     "LoadFailed",
     "NothingExposed",
+    "StateError",
     "Worker",
     "expose",
 ]

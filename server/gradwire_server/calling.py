@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
+import numpy
 import torch
+from google.protobuf.message import Message
 
 from gradwire import wire
 from gradwire._node import Node
+from gradwire._scope import Scope, entered
 from gradwire._workers import handle_for
-from gradwire.autograd import ContextId, MessageId
+from gradwire.autograd import ContextId, MessageId, applied_modes
 from gradwire.errors import InvalidDeviceMap, MalformedMessage, StaleParameters
 from gradwire.proto.v1 import autograd_pb2, value_pb2
-from gradwire.transport import Exchange
-from gradwire_server.objects import Held, Objects, Recipe, method_of
+from gradwire.transport import Buffer, Exchange, Link
+from gradwire_server.objects import Held, Kept, Objects, Recipe, is_data, method_of
 from gradwire_server.registry import Registry, Served
 
 __all__ = ["CallRunner"]
@@ -49,10 +53,14 @@ class CallRunner:
             else self._method(target, request.function)
         )
         owner = _asker(request, exchange)
-        check_fresh = _freshness(target) if target is not None and torch.is_grad_enabled() else None
+        # An instance that is called by its name as a function is looked after like any other object.
+        module = target or self._objects.of(served.value)
+        check_fresh = _freshness(module) if module is not None and torch.is_grad_enabled() else None
+        # Before the function runs, which may change its arguments.
+        recipe = self._recipe(served, request, exchange)
         result = self._evaluate(served, target, request, exchange)
         if request.HasField("keep") or self._registry.makes_objects(served):
-            result = self._keep(result, served, request, exchange, owner)
+            result = self._keep(result, request, owner, recipe)
         encoder = wire.Encoder(
             types=self._registry.types,
             attach_from=wire.ATTACH_FROM if exchange.link else None,
@@ -79,27 +87,26 @@ class CallRunner:
         request: autograd_pb2.ForwardWithAutogradRequest,
         exchange: Exchange,
     ) -> object:
-        args, kwargs = self.arguments(request, exchange)
-        if target is not None:
-            args.insert(0, target.value)
-        served.bind(args, kwargs)
-        result = served.value(*args, **kwargs)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
+        args, kwargs = self._arguments(request, exchange.request.attachments, exchange.link)
+        return _call(served, target, args, kwargs)
 
-    def arguments(
-        self, request: autograd_pb2.ForwardWithAutogradRequest, exchange: Exchange
+    def _arguments(
+        self,
+        request: autograd_pb2.ForwardWithAutogradRequest,
+        attachments: Sequence[Buffer],
+        link: Link | None,
     ) -> tuple[list[object], dict[str, object]]:
         """The arguments of a call, as part of the graph here."""
         decoder = wire.Decoder(
             request.tensors,
-            exchange.request.attachments,
+            attachments,
             limits=self._limits,
             types=self._registry.types,
             resolve_ref=self._resolve,
         )
         _put_on_devices(decoder, request.devices)
         self._node.participant.receive_call(
-            request.autograd, decoder, exchange.link, f"the arguments of {request.function}"
+            request.autograd, decoder, link, f"the arguments of {request.function}"
         )
         args = [decoder.value(value, f"args[{index}]") for index, value in enumerate(request.args)]
         kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
@@ -118,14 +125,10 @@ class CallRunner:
     def _keep(
         self,
         value: object,
-        served: Served,
         request: autograd_pb2.ForwardWithAutogradRequest,
-        exchange: Exchange,
         owner: int,
+        recipe: Recipe | None,
     ) -> object:
-        # What made it is kept, too, if all of it is in the message: so a restart can make it again.
-        is_whole = not exchange.request.attachments
-        recipe = Recipe(served.name, request.SerializeToString()) if is_whole else None
         held = self._objects.keep(
             value,
             owner=owner,
@@ -133,32 +136,88 @@ class CallRunner:
             allow_stale=request.keep.allow_stale,
             recipe=recipe,
         )
-        return _Ref(self._objects.ref(held))
+        return Kept(held)
+
+    def _recipe(
+        self, served: Served, request: autograd_pb2.ForwardWithAutogradRequest, exchange: Exchange
+    ) -> Recipe | None:
+        """How to make an object with a name again after a restart; None if that will not be asked for."""
+        if not request.keep.name or not self._objects.are_saved:
+            return None
+        kept = autograd_pb2.ForwardWithAutogradRequest()
+        kept.CopyFrom(request)
+        for unneeded in ("autograd", "released"):
+            kept.ClearField(unneeded)
+        for ref in _refs_in(kept):
+            if ref.node.id == self._node.identity.node:
+                if not ref.name:
+                    return None  # what has no name is gone after a restart
+                ref.node.id = 0
+        attachments = tuple(memory.tobytes() for memory in exchange.request.attachments)
+        return Recipe(served.name, kept.SerializeToString(), attachments)
+
+    def make_again(self, recipe: Recipe) -> object:
+        """What a recipe makes."""
+        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, recipe.arguments)
+        for ref in _refs_in(request):
+            ref.node.id = ref.node.id or self._node.identity.node
+        with ExitStack() as stack:
+            stack.enter_context(entered(Scope(self._node)))
+            if request.HasField("modes"):
+                stack.enter_context(applied_modes(request.modes))
+            target = self._objects.find(request.target) if request.HasField("target") else None
+            served = (
+                self._registry.find(request.function, self._name)
+                if target is None
+                else self._method(target, request.function)
+            )
+            attachments = [numpy.frombuffer(bytearray(one), numpy.uint8) for one in recipe.attachments]
+            args, kwargs = self._arguments(request, attachments, None)
+            return _call(served, target, args, kwargs)
 
     def _ref_of(self, value: object, owner: int) -> value_pb2.RemoteRef | None:
         """The ref of an object that is kept, or that has to be because its class is exposed."""
-        if isinstance(value, _Ref):
-            return value.ref
+        if isinstance(value, Kept):
+            return self._objects.ref(value.held)
+        if is_data(value) or self._registry.is_record(value):
+            return None  # it travels itself, even if somebody has a ref to it
         held = self._objects.of(value)
-        if held is None and self._registry.is_instance_of_served(value):
+        if held is None and not self._registry.is_instance_of_served(value):
+            return None
+        if held is None or not held.name:
+            # The asker's own from now on, too: it must not go with whoever got it first.
             held = self._objects.keep(value, owner=owner)
-        return None if held is None else self._objects.ref(held)
+        return self._objects.ref(held)
 
     def _resolve(self, ref: value_pb2.RemoteRef) -> object:
         """The object itself if it is here, else a handle to where it is."""
+        # Not by the name alone: another worker may share something else by the same name.
         if ref.node.id != self._node.identity.node:
-            is_elsewhere = self._node.find_link(ref.node.id) is not None
-            # A name that comes with another node's id may be ours from before a restart.
-            if is_elsewhere or not ref.name:
-                return handle_for(ref, self._node)
+            return handle_for(ref, self._node)
         return self._objects.find(ref).value
 
 
-class _Ref:
-    """A result that is sent as the ref to it."""
+def _call(served: Served, target: Held | None, args: list[object], kwargs: dict[str, object]) -> object:
+    if target is not None:
+        args.insert(0, target.value)
+    served.bind(args, kwargs)
+    result = served.value(*args, **kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
-    def __init__(self, ref: value_pb2.RemoteRef) -> None:
-        self.ref = ref
+
+def _refs_in(request: autograd_pb2.ForwardWithAutogradRequest) -> Iterator[value_pb2.RemoteRef]:
+    """All refs in the target and the arguments of a call."""
+    if request.HasField("target"):
+        yield request.target
+    waiting: list[Message] = [*request.args, *request.kwargs.values()]
+    while waiting:
+        message = waiting.pop()
+        if isinstance(message, value_pb2.RemoteRef):
+            yield message
+            continue
+        for field, value in message.ListFields():
+            if field.message_type is not None:
+                waiting.extend([value] if isinstance(value, Message) else value)
 
 
 def _asker(request: autograd_pb2.ForwardWithAutogradRequest, exchange: Exchange) -> int:

@@ -50,6 +50,7 @@ _EPILOG = (
     "  4  a module cannot be imported, or lacks the object\n"
     "  5  a module exposes nothing\n"
     "  6  the config file cannot be used\n"
+    "  7  the state directory cannot be used, or the last save failed\n"
     "130  stopped by a second SIGINT\n"
     "143  stopped by a second SIGTERM"
 )
@@ -128,6 +129,15 @@ def serve(
             show_envvar=False,
         ),
     ],
+    expose_instance: Annotated[
+        list[str],
+        _option(
+            "expose-instance",
+            "An object to share by name, under its own or another one; repeatable.",
+            config.instance_spec,
+            "MODULE:OBJECT[=NAME]",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
     bind: Annotated[
         list[str],
         _option(
@@ -201,6 +211,24 @@ def serve(
     reflection: Annotated[
         bool, _option("reflection", "Serve gRPC reflection, for tools such as grpcurl.")
     ] = True,
+    state_dir: Annotated[
+        str | None,
+        _option(
+            "state-dir",
+            "Where named objects and their optimizers are saved on shutdown, and restored from at start.",
+            config.directory,
+            "DIR",
+        ),
+    ] = None,
+    save_every: Annotated[
+        float | None,
+        _option(
+            "save-every",
+            "Save the state this often, too, if it changed. Needs --state-dir.",
+            config.positive_seconds,
+            "SECONDS",
+        ),
+    ] = None,
     log_level: Annotated[
         str,
         _option(
@@ -230,6 +258,8 @@ def serve(
         ),
     ] = None,
 ) -> None:
+    if save_every is not None and state_dir is None:
+        raise typer.BadParameter("--save-every needs --state-dir, a directory to save to")
     logs.configure(log_level, log_format)
     # Python hands over between threads every 5 ms by default: a busy function would delay every reply by
     # tens of milliseconds. At 0.5 ms small replies overtake it.
@@ -239,7 +269,7 @@ def serve(
 
     signals = _Signals()
     loading.use_working_directory()
-    served = loading.load_all(modules)
+    served = [*loading.load_all(modules), *map(loading.load_instance, expose_instance)]
     signals.loaded()
     optional = {} if max_message_bytes is None else {"max_message_bytes": max_message_bytes}
     try:
@@ -253,6 +283,8 @@ def serve(
             grace=grace,
             health=health,
             reflection=reflection,
+            state_dir=state_dir,
+            save_every=save_every,
             **optional,
         )
     except (TypeError, ValueError) as error:
@@ -276,15 +308,17 @@ def serve(
     _log.info(
         "%s: finishing calls in flight, for %g s at most", received.name, grace, extra={"event": "draining"}
     )
-    _exit_in_any_case(grace + _EXIT_SECONDS)
+    _exit_in_any_case(grace + _EXIT_SECONDS, worker)
     worker.stop(grace)
     _log.info("stopped", extra={"event": "stopped"})
 
 
-def _exit_in_any_case(seconds: float) -> None:
+def _exit_in_any_case(seconds: float, worker: Worker) -> None:
     """Ends the process after that time, even if a call outlived its grace and Python waits for its thread."""
 
     def leave() -> None:
+        # However long that takes: whoever cannot wait sends a second signal.
+        worker.wait_until_saved()
         _log.warning("a thread did not end; leaving without it", extra={"event": "abandoned"})
         _leave(0)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +26,9 @@ __all__ = [
     "SETTINGS",
     "bind_address",
     "byte_size",
+    "directory",
     "environment_variable",
+    "instance_spec",
     "log_format",
     "log_level",
     "module_spec",
@@ -82,6 +85,15 @@ def module_spec(value: object) -> str:
     if not module or (colon and not path) or ":" in path:
         raise ValueError(f"{spec!r} is not of the form MODULE or MODULE:OBJECT")
     return spec
+
+
+def instance_spec(value: object) -> str:
+    """MODULE:OBJECT or MODULE:OBJECT=NAME."""
+    spec = _text(value)
+    place, equals, name = (part.strip() for part in spec.partition("="))
+    if ":" not in place or (equals and not name):
+        raise ValueError(f"{spec!r} is not of the form MODULE:OBJECT or MODULE:OBJECT=NAME")
+    return f"{module_spec(place)}={name}" if name else module_spec(place)
 
 
 def bind_address(value: object) -> str:
@@ -152,6 +164,11 @@ def byte_size(value: object) -> int:
     return size
 
 
+def directory(value: object) -> str:
+    """A path, with ~ for the home directory."""
+    return os.path.expanduser(_text(value))
+
+
 def log_level(value: object) -> str:
     """One of `LOG_LEVELS`."""
     return _choice(value, LOG_LEVELS)
@@ -180,6 +197,7 @@ def _one_or_more(check: Callable[[object], str]) -> Callable[[object], list[str]
 
 SETTINGS: Mapping[str, Callable[[object], object]] = {
     "modules": _one_or_more(module_spec),
+    "expose-instance": _one_or_more(instance_spec),
     "bind": _one_or_more(bind_address),
     "name": worker_name,
     "threads": positive_integer,
@@ -190,6 +208,8 @@ SETTINGS: Mapping[str, Callable[[object], object]] = {
     "max-message-bytes": byte_size,
     "health": _switch,
     "reflection": _switch,
+    "state-dir": directory,
+    "save-every": positive_seconds,
     "log-level": log_level,
     "log-format": log_format,
 }

@@ -7,7 +7,8 @@
         ├── BindFailed              3   an address cannot be listened on
         ├── LoadFailed              4   a module or object cannot be loaded
         ├── NothingExposed          5   there is nothing to serve
-        └── ConfigError             6   the config file cannot be used
+        ├── ConfigError             6   the config file cannot be used
+        └── StateError              7   the state directory cannot be used
 
 The daemon prints their message as one line and exits with their `exit_code`. Usage errors exit with 2.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from gradwire.errors import GradwireError
 
-__all__ = ["BindFailed", "ConfigError", "DaemonError", "LoadFailed", "NothingExposed"]
+__all__ = ["BindFailed", "ConfigError", "DaemonError", "LoadFailed", "NothingExposed", "StateError"]
 
 
 class DaemonError(GradwireError):
@@ -52,3 +53,12 @@ class ConfigError(DaemonError):
     """The config file does not exist, is no TOML, or has a key or value that means nothing."""
 
     exit_code = 6
+
+
+class StateError(DaemonError):
+    """The state directory is in use, damaged, not writable, or of other modules than those served.
+
+    At the end: the last save failed. What was saved before it is unharmed.
+    """
+
+    exit_code = 7

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 
 from gradwire_server.errors import LoadFailed, NothingExposed
-from gradwire_server.registry import expose, exposed_in
+from gradwire_server.registry import Instance, expose, exposed_in
 
-__all__ = ["load", "load_all", "use_working_directory"]
+__all__ = ["load", "load_all", "load_instance", "use_working_directory"]
 
 
 def use_working_directory() -> None:
@@ -67,6 +67,19 @@ def load(spec: str) -> object:
         except ValueError as error:
             raise LoadFailed(f"'{spec}': {error}") from error
     return served
+
+
+def load_instance(spec: str) -> Instance:
+    """The object named by MODULE:OBJECT[=NAME], to be shared by that name or its own."""
+    place, _, name = spec.partition("=")
+    module_name, _, path = place.partition(":")
+    value = _find(_import(module_name), path)
+    if isinstance(value, type | ModuleType) or inspect.isroutine(value):
+        raise LoadFailed(f"'{place}' is no instance but a {type(value).__name__}; serve it as {place}")
+    try:
+        return Instance(name or path.rpartition(".")[2], value)
+    except ValueError as error:
+        raise LoadFailed(f"'{spec}': {error}") from error
 
 
 def _import(name: str) -> ModuleType:

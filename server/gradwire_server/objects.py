@@ -1,21 +1,29 @@
 """Objects that stay on the worker: what classes made, and what was kept by name.
 
 An object without a name belongs to the client that made it, and goes when that client lets go of it or is
-gone. An object with a name is everybody's: it stays until somebody deletes it. Objects that the worker's own
-code exposed by name stay as long as the worker.
+gone; nobody else can delete it. An object with a name is everybody's: it stays until somebody deletes it.
+Objects that the worker's own code exposed by name stay as long as the worker.
 """
 
 from __future__ import annotations
 
+import enum
+import inspect
+import itertools
+import logging
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradwire._scope import current_scope
 from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, UnknownFunction
 from gradwire.proto.v1 import value_pb2
 from gradwire_server.registry import Served, method_names
@@ -23,7 +31,53 @@ from gradwire_server.registry import Served, method_names
 if TYPE_CHECKING:
     from gradwire_server.optimizers import WorkerOptimizer
 
-__all__ = ["Held", "Objects", "Recipe", "method_of"]
+__all__ = ["Held", "Kept", "Objects", "Recipe", "StepLock", "is_data", "method_of", "taken"]
+
+log = logging.getLogger("gradwire.server")
+
+_DATA = (
+    *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, slice),
+    *(torch.Tensor, torch.dtype, torch.device, numpy.ndarray, numpy.generic, enum.Enum),
+)
+
+
+def is_data(value: object) -> bool:
+    """Whether a value is what it holds: two that are equal are as good as one."""
+    return isinstance(value, _DATA)
+
+
+class StepLock:
+    """Held while parameters are changed, and while they are saved."""
+
+    _orders = itertools.count()
+
+    def __init__(self) -> None:
+        self.order = next(self._orders)
+        """Locks are taken in this order by everybody, so that nobody waits in a circle."""
+        self._lock = threading.Lock()
+
+    def take(self, give_up_at: float | None = None) -> bool:
+        """Whether it could be had in time."""
+        if self._lock.acquire(blocking=False):
+            return True
+        left = -1.0 if give_up_at is None else max(give_up_at - time.monotonic(), 0.0)
+        # Who holds it may need the slot that this thread computes in to go on, and to let go of it.
+        with current_scope().around_wait():
+            return self._lock.acquire(timeout=left)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def taken(locks: Iterable[StepLock], give_up_at: float | None = None) -> ExitStack | None:
+    """Takes all of them, to be released by closing what is returned; None if they were not free in time."""
+    stack = ExitStack()
+    for lock in sorted(set(locks), key=lambda lock: lock.order):
+        if not lock.take(give_up_at):
+            stack.close()
+            return None
+        stack.callback(lock.release)
+    return stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +86,9 @@ class Recipe:
 
     class_name: str
     arguments: bytes
-    """The serialized ForwardWithAutogradRequest that made it."""
+    """The serialized ForwardWithAutogradRequest that made it. Refs to objects here have the node 0."""
+    attachments: tuple[bytes, ...] = ()
+    """The large tensors of the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +104,19 @@ class Held:
     """Exposed by the worker's own code."""
     allow_stale: bool = False
     recipe: Recipe | None = None
-    step_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while an optimizer changes it, and while it is saved."""
+    locks: frozenset[StepLock] = field(default_factory=frozenset)
+    """Those of its parameters. Modules that share parameters share locks."""
+    handles: int = 0
+    """How many refs to it were sent and not yet let go of. With the last it goes, unless it has a name."""
+    steps: int = 0
+    """How often an optimizer changed it. Version counters do not tell where stale parameters are allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A result that is sent as the ref to it, whatever it is."""
+
+    held: Held
 
 
 class Objects:
@@ -61,10 +128,13 @@ class Objects:
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
         self._names: dict[str, Held] = {}
-        self._by_identity: dict[int, Held] = {}
+        self._by_identity: dict[int, list[Held]] = {}
+        self._locks: MutableMapping[torch.Tensor, StepLock] = WeakTensorKeyDictionary()
         self.optimizers: weakref.WeakSet[WorkerOptimizer] = weakref.WeakSet()
         self.saved_optimizers: dict[str, dict[str, Any]] = {}
         """What was restored at start of optimizers, until their trainers come back for it."""
+        self.are_saved = False
+        """Whether named objects are made again after a restart, so that it is kept how they were made."""
 
     def keep(
         self,
@@ -80,9 +150,10 @@ class Objects:
         with self._lock:
             if name and name in self._names:
                 raise AlreadyExists(f"an object named {name!r} is there already")
-            known = self._by_identity.get(id(value))
-            if known is not None and not name:
-                return known
+            same = [] if is_data(value) else self._by_identity.get(id(value), [])
+            for known in same:
+                if not name and (known.name or known.owner == owner):
+                    return known
             held = Held(
                 self._new_number(),
                 value,
@@ -91,12 +162,24 @@ class Objects:
                 permanent,
                 allow_stale=allow_stale,
                 recipe=recipe,
+                locks=self._locks_of(value),
             )
             self._held[held.number] = held
-            self._by_identity[id(value)] = held
+            if not is_data(value):
+                # Named ones first: they are what others know it by.
+                self._by_identity[id(value)] = [held, *same] if name else [*same, held]
             if name:
                 self._names[name] = held
             return held
+
+    def _locks_of(self, value: object) -> frozenset[StepLock]:
+        if not isinstance(value, torch.nn.Module):
+            return frozenset()
+        parameters = list(value.parameters())
+        new = StepLock()
+        for parameter in parameters:
+            self._locks.setdefault(parameter, new)
+        return frozenset(self._locks[parameter] for parameter in parameters)
 
     def find(self, ref: value_pb2.RemoteRef) -> Held:
         """The object that a ref names."""
@@ -111,10 +194,16 @@ class Objects:
 
     def of(self, value: object) -> Held | None:
         """The entry of an object, if it is kept."""
+        if is_data(value):
+            return None
         with self._lock:
-            return self._by_identity.get(id(value))
+            found = self._by_identity.get(id(value))
+            return found[0] if found else None
 
     def ref(self, held: Held) -> value_pb2.RemoteRef:
+        """A ref to be sent: whoever gets it says when it lets go of it."""
+        with self._lock:
+            held.handles += 1
         return value_pb2.RemoteRef(
             node=value_pb2.NodeId(id=self._node),
             ref=held.number,
@@ -127,27 +216,43 @@ class Objects:
     @contextmanager
     def unchanging(self, values: Iterable[object]) -> Iterator[None]:
         """No optimizer changes these objects meanwhile."""
-        held = {id(value): self.of(value) for value in values}
-        with ExitStack() as stack:
-            for one in sorted((h for h in held.values() if h is not None), key=lambda h: h.number):
-                stack.enter_context(one.step_lock)
+        found = [held for held in map(self.of, values) if held is not None]
+        locks = taken(lock for held in found for lock in held.locks)
+        assert locks is not None  # it waits for as long as it takes
+        with locks:
             yield
 
     def named(self) -> list[Held]:
         with self._lock:
             return list(self._names.values())
 
-    def delete(self, held: Held) -> None:
-        """Lets go of an object for good."""
+    def live_optimizers(self) -> list[WorkerOptimizer]:
+        """All optimizers whose trainers are still there."""
+        while True:
+            try:
+                return sorted(self.optimizers, key=lambda optimizer: optimizer.uid)
+            except RuntimeError:
+                continue  # another one was made meanwhile
+
+    def delete(self, held: Held, asker: int) -> None:
+        """Lets go of an object for good, if the client that asks may do that."""
         if held.permanent:
             raise PermissionDenied(f"{held.name!r} is exposed by the worker itself and cannot be deleted")
+        if not held.name and held.owner != asker:
+            raise PermissionDenied(f"this {type(held.value).__name__} belongs to another client")
         self._drop([held])
 
     def release(self, numbers: Iterable[int]) -> None:
-        """A client lets go of objects. Those with a name stay."""
+        """A client lets go of refs. Objects with a name stay."""
+        unused: list[Held] = []
         with self._lock:
-            dropped = [self._held[number] for number in numbers if number in self._held]
-        self._drop([held for held in dropped if not held.name])
+            for number in numbers:
+                held = self._held.get(number)
+                if held is not None:
+                    held.handles -= 1
+                    if held.handles <= 0 and not held.name:
+                        unused.append(held)
+        self._drop(unused)
 
     def drop_owner(self, node: int) -> None:
         with self._lock:
@@ -158,13 +263,19 @@ class Objects:
         with self._lock:
             for held in dropped:
                 self._held.pop(held.number, None)
-                self._by_identity.pop(id(held.value), None)
+                others = [one for one in self._by_identity.pop(id(held.value), []) if one is not held]
+                if others:
+                    self._by_identity[id(held.value)] = others
                 if self._names.get(held.name) is held:
                     del self._names[held.name]
         for held in dropped:
             close = getattr(held.value, "gradwire_close", None)
-            if close is not None:
-                close()
+            if callable(close):
+                try:
+                    close()
+                except Exception:
+                    # The others that go with it must go, too.
+                    log.exception("closing a %s failed", type(held.value).__name__)
 
 
 def method_of(held: Held, name: str, worker: str) -> Served:
@@ -172,9 +283,14 @@ def method_of(held: Held, name: str, worker: str) -> Served:
     class_ = type(held.value)
     is_public = not name.startswith("_") or name == "__call__"
     # Looked up on the class: what an instance holds in its attributes is not for others to call.
-    method = getattr(class_, name, None) if is_public else None
-    if not callable(method):
+    found = next((vars(base)[name] for base in class_.__mro__ if name in vars(base)), None)
+    method = getattr(class_, name) if is_public and found is not None else None
+    if not callable(method) or inspect.isclass(method):
         raise UnknownFunction(f"{class_.__name__} on {worker} has no method {name!r}", worker=worker)
+    served_name = f"{class_.__name__}.{name}"
+    if isinstance(found, staticmethod | classmethod):
+        of_class: Callable[..., object] = method
+        return Served(served_name, lambda _, *args, **kwargs: of_class(*args, **kwargs))
     # A module is called so that its hooks run, but takes the arguments of its forward.
     like = class_.forward if name == "__call__" and isinstance(held.value, torch.nn.Module) else method
-    return Served(f"{class_.__name__}.{name}", method, like)
+    return Served(served_name, method, like)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import gradwire
 from gradwire.errors import StepRefused, WrongArguments
-from gradwire_server.objects import Held, Objects
+from gradwire_server.objects import Held, Objects, taken
 from gradwire_server.registry import Registry
 
 __all__ = ["Optimizers", "WorkerOptimizer"]
@@ -39,7 +40,8 @@ class Optimizers:
         parameter_groups = [
             {
                 **{key: value for key, value in group.items() if key != "modules"},
-                "params": [parameter for held in helds for parameter in held.value.parameters()],
+                # Once each: the same module may be in a group twice, and modules may share parameters.
+                "params": list(dict.fromkeys(p for held in helds for p in held.value.parameters())),
             }
             for group, helds in zip(groups, held_groups, strict=True)
         ]
@@ -51,17 +53,33 @@ class Optimizers:
             uid, optimizer, [held for helds in held_groups for held in helds], self._objects
         )
         if resume:
-            saved = self._objects.saved_optimizers.get(uid)
-            if saved is not None:
-                made.load_state_dict(saved)
+            self._resume(made)
         return made
 
+    def _resume(self, made: WorkerOptimizer) -> None:
+        """Goes on from the one that is still here, if just the link was lost, or from what was restored."""
+        others = [one for one in self._objects.live_optimizers() if one is not made]
+        before = next((one for one in others if one.uid == made.uid), None)
+        if before is not None:
+            before.gradwire_close()
+            made.load_state_dict(before.state_dict())
+            return
+        saved = self._objects.saved_optimizers.get(made.uid)
+        if saved is not None:
+            # A copy: this one may be about to be saved again.
+            made.load_state_dict(_copied(saved))
+            # From now on the state of the optimizer itself is what is saved.
+            self._objects.saved_optimizers.pop(made.uid, None)
+
     def _find(self, name: str) -> type[torch.optim.Optimizer]:
-        found = getattr(torch.optim, name, None)
-        if found is None:
-            found = self._registry.find(name, "this worker").value
+        # The prefix tells torch's own from one of the user's that has the same name.
+        own = name.removeprefix("torch.optim.")
+        if own != name:
+            found = getattr(torch.optim, own, None)
+        else:
+            found = self._registry.served_class(name)
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise WrongArguments(f"{name} is no optimizer; the worker must expose it, or torch.optim have it")
+            raise WrongArguments(f"{name} is no optimizer here; the worker must expose it, or torch have it")
         return found
 
     def _held(self, module: object) -> Held:
@@ -82,12 +100,19 @@ class WorkerOptimizer:
         self, uid: str, optimizer: torch.optim.Optimizer, modules: Sequence[Held], objects: Objects
     ) -> None:
         self.uid = uid
+        self.changes = 0
+        """How often its state changed."""
         self._optimizer = optimizer
         # In one order everywhere, so that two steps never wait for each other.
         self.modules = sorted({held.number: held for held in modules}.values(), key=lambda held: held.number)
         self._objects = objects
+        self._locks = {lock for held in self.modules for lock in held.locks}
+        self._rehearsal = gradwire.optim.Rehearsal(optimizer)
         self._lock = threading.Lock()
         self._prepared: tuple[int, dict[torch.Tensor, torch.Tensor], ExitStack] | None = None
+        self._given_up = 0.0
+        """The last ticket that was given up. Asked to prepare it late, must not hold the locks for it."""
+        self._committed = 0
         objects.optimizers.add(self)
 
     @property
@@ -105,36 +130,36 @@ class WorkerOptimizer:
         patience: float,
     ) -> None:
         """Checks that a step can be made, and keeps others from making one until commit or abort."""
-        held = self._take_locks(patience)
-        try:
-            gradients = self._gradients()
-            self._check(gradients, skip_nonfinite, allow_missing)
-            for group, changed in zip(self._optimizer.param_groups, options, strict=True):
-                group.update(changed)
-        except BaseException:
-            held.close()
-            raise
+        # Whatever came of an earlier one, its trainer has gone on.
+        self.abort(ticket - 1)
+        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience)
         with self._lock:
-            stale, self._prepared = self._prepared, (ticket, gradients, held)
-        if stale is not None:
-            stale[2].close()
+            if ticket > self._given_up:
+                self._prepared = (ticket, gradients, held)
+                return
+        held.close()
+        raise _refused("lost", "the step was given up before it was prepared")
 
     def commit(self, ticket: int) -> None:
-        """Makes the step that was prepared."""
+        """Makes the step that was prepared. Asked again for the same, it does nothing."""
         with self._lock:
+            if ticket == self._committed:
+                return
             prepared = self._prepared
             if prepared is None or prepared[0] != ticket:
                 raise _refused("lost", "the step to commit was not prepared here, or given up")
             self._prepared = None
+            self._committed = ticket
         _, gradients, held = prepared
         with held:
             self._step(gradients)
 
-    def abort(self, ticket: int) -> None:
-        """Gives up a step that was prepared, if it still is."""
+    def abort(self, ticket: float) -> None:
+        """Gives up what was prepared up to this ticket, now or when it arrives late."""
         with self._lock:
+            self._given_up = max(self._given_up, ticket)
             prepared = self._prepared
-            if prepared is None or prepared[0] != ticket:
+            if prepared is None or prepared[0] > ticket:
                 return
             self._prepared = None
         prepared[2].close()
@@ -143,9 +168,9 @@ class WorkerOptimizer:
         self, options: list[dict[str, Any]], skip_nonfinite: bool, allow_missing: bool, patience: float
     ) -> None:
         """Both parts at once, for a trainer that has no other worker to agree with."""
-        ticket = -1
-        self.prepare(ticket, options, skip_nonfinite, allow_missing, patience)
-        self.commit(ticket)
+        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience)
+        with held:
+            self._step(gradients)
 
     def zero_grad(self) -> None:
         gradwire.current_context().zero_grad(self.parameters)
@@ -159,8 +184,16 @@ class WorkerOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         with self._objects.unchanging([held.value for held in self.modules]):
-            state: dict[str, Any] = _copied(self._optimizer.state_dict())
+            return self.copied_state()
+
+    def copied_state(self) -> dict[str, Any]:
+        """The same for somebody who holds the locks of the modules already."""
+        state: dict[str, Any] = _copied(self._optimizer.state_dict())
         return state
+
+    def group_sizes(self) -> list[int]:
+        """How many parameters each group has."""
+        return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._objects.unchanging([held.value for held in self.modules]):
@@ -168,26 +201,32 @@ class WorkerOptimizer:
                 self._optimizer.load_state_dict(state)
             except (ValueError, KeyError) as error:
                 raise WrongArguments(f"the state does not fit this optimizer: {error}") from None
+            self.changes += 1
 
     def gradwire_close(self) -> None:
         """The trainer is gone: what it had prepared is given up."""
         self._objects.optimizers.discard(self)
-        with self._lock:
-            prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared[2].close()
+        self.abort(math.inf)
 
     # -- the step
 
-    def _take_locks(self, patience: float) -> ExitStack:
-        give_up_at = time.monotonic() + patience
-        taken = ExitStack()
-        for held in self.modules:
-            if not held.step_lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0)):
-                taken.close()
-                raise _refused("busy", f"{type(held.value).__name__} is being stepped by another trainer")
-            taken.callback(held.step_lock.release)
-        return taken
+    def _agree(
+        self, options: list[dict[str, Any]], skip_nonfinite: bool, allow_missing: bool, patience: float
+    ) -> tuple[dict[torch.Tensor, torch.Tensor], ExitStack]:
+        """The gradients to step with, and the locks; raises StepRefused if the step cannot be made."""
+        locks = taken(self._locks, time.monotonic() + patience)
+        if locks is None:
+            names = ", ".join(held.name or type(held.value).__name__ for held in self.modules[:5])
+            raise _refused("busy", f"{names}: another trainer is about to step")
+        try:
+            gradients = self._gradients()
+            for group, changed in zip(self._optimizer.param_groups, options, strict=True):
+                group.update(changed)
+            self._check(gradients, skip_nonfinite, allow_missing)
+        except BaseException:
+            locks.close()
+            raise
+        return gradients, locks
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         gradients = gradwire.current_context().gradients()
@@ -196,12 +235,18 @@ class WorkerOptimizer:
     def _check(
         self, gradients: dict[torch.Tensor, torch.Tensor], skip_nonfinite: bool, allow_missing: bool
     ) -> None:
-        if not gradients and not allow_missing:
+        # Where all parameters are frozen, none is missing.
+        is_trained = any(parameter.requires_grad for parameter in self.parameters)
+        if not gradients and is_trained and not allow_missing:
             raise _refused("missing", "there are no gradients for any parameter; was backward run?")
+        names = {parameter: name for name, parameter in self._named()}
         if skip_nonfinite:
-            bad = [name for name, parameter in self._named() if not _is_finite(gradients.get(parameter))]
+            bad = [names[parameter] for parameter, gradient in gradients.items() if not _is_finite(gradient)]
             if bad:
                 raise _refused("nonfinite", f"the gradients of {', '.join(bad[:5])} are not finite")
+        refusal = self._rehearsal.refusal(gradients)
+        if refusal is not None:
+            raise _refused("error", refusal)
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         for held in self.modules:
@@ -220,6 +265,9 @@ class WorkerOptimizer:
                 parameter.grad = gradients.get(parameter)
             stack.callback(self._forget_grad)
             self._optimizer.step()
+        self.changes += 1
+        for held in self.modules:
+            held.steps += 1
 
     def _forget_grad(self) -> None:
         for parameter in self.parameters:
@@ -232,9 +280,7 @@ def _refused(reason: str, message: str) -> StepRefused:
     return error
 
 
-def _is_finite(gradient: torch.Tensor | None) -> bool:
-    if gradient is None:
-        return True
+def _is_finite(gradient: torch.Tensor) -> bool:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(torch.isfinite(values).all())
 

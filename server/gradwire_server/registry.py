@@ -19,7 +19,7 @@ from gradwire.proto.v1 import describe_pb2
 from gradwire.wire import TypeRegistry
 from gradwire_server.errors import NothingExposed
 
-__all__ = ["Registry", "Served", "expose", "exposed_in", "method_names"]
+__all__ = ["Instance", "Registry", "Served", "expose", "exposed_in", "method_names"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,22 @@ class _Exposed:
     name: str
     module: str
     """The module that exposed it, which is not always the one that defines it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instance:
+    """An object to be shared by a name, whatever it is exposed as."""
+
+    name: str
+    value: object
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+
+
+def _check_name(name: str) -> None:
+    if not all(part.isidentifier() for part in name.split(".")) or name.startswith("_"):
+        raise ValueError(f"{name!r} cannot be exposed: a name is made of letters, digits, _ and dots")
 
 
 _exposed: dict[int, _Exposed] = {}
@@ -63,8 +79,7 @@ def _expose(value: T, name: str | None, module: str) -> T:
     name = name or getattr(value, "__name__", None)
     if name is None:
         raise TypeError(f"a {type(value).__name__} is exposed under a name: expose(obj, name=...)")
-    if not all(part.isidentifier() for part in name.split(".")) or name.startswith("_"):
-        raise ValueError(f"{name!r} cannot be exposed: a name is made of letters, digits, _ and dots")
+    _check_name(name)
     _exposed[id(value)] = _Exposed(value, name, module)
     return value
 
@@ -133,6 +148,8 @@ class Registry:
                         f"module {value.__name__} exposes nothing; decorate what it should serve with "
                         "@gradwire_server.expose"
                     )
+            elif isinstance(value, Instance):
+                entries = [(value.name, value.value)]
             else:
                 entry = _exposed.get(id(value))
                 name = entry.name if entry else getattr(value, "__name__", type(value).__name__)
@@ -171,6 +188,15 @@ class Registry:
     def is_instance_of_served(self, value: object) -> bool:
         return type(value) in self._classes
 
+    def served_class(self, name: str) -> type | None:
+        """The exposed class of a name."""
+        served = self._served.get(name)
+        return served.value if served is not None and inspect.isclass(served.value) else None
+
+    def is_record(self, value: object) -> bool:
+        """Whether it is of an exposed dataclass, named tuple or enum, and so travels itself."""
+        return any(type(value) is type_ for _, type_ in self._type_names)
+
     def find(self, name: str, worker: str) -> Served:
         served = self._served.get(name) or self._internal.get(name)
         if served is not None:
@@ -207,14 +233,15 @@ def _not_callable(name: str, value: object) -> Callable[..., object]:
 
 
 @lru_cache
-def _methods(class_: type) -> dict[str, Callable[..., object]]:
+def _methods(class_: type) -> dict[str, object]:
     """The public methods that a class and its bases define, without those of torch's and Python's own."""
-    found: dict[str, Callable[..., object]] = {}
+    found: dict[str, object] = {}
     for base in class_.__mro__:
         if base is object or base.__module__.split(".")[0] == "torch":
-            break
+            continue
         for name, value in vars(base).items():
-            if not name.startswith("_") and inspect.isfunction(value):
+            is_method = inspect.isfunction(value) or isinstance(value, staticmethod | classmethod)
+            if not name.startswith("_") and is_method:
                 found.setdefault(name, value)
     return dict(sorted(found.items()))
 
@@ -227,10 +254,12 @@ def _describe_methods(class_: type) -> list[describe_pb2.Function]:
     return [_describe_method(name, value) for name, value in _methods(class_).items()]
 
 
-def _describe_method(name: str, function: Any) -> describe_pb2.Function:
+def _describe_method(name: str, method: Any) -> describe_pb2.Function:
+    function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
     signature = inspect.signature(function)
-    without_self = signature.replace(parameters=list(signature.parameters.values())[1:])
-    described = _describe_callable(name, function, without_self)
+    if not isinstance(method, staticmethod):
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    described = _describe_callable(name, function, signature)
     described.kind = describe_pb2.Function.KIND_FUNCTION
     return described
 

@@ -64,6 +64,7 @@ class Servicer:
         with ExitStack() as stack:
             stack.enter_context(applied_modes(request.modes))
             context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
+            stack.enter_context(participant.store.in_use(context))
             stack.enter_context(entered(replace(current_scope(), context=context)))
             encoder, reply = self._runner.run(request, exchange, context)
             table, attachments = encoder.finish()
@@ -72,8 +73,7 @@ class Servicer:
             released = participant.releases_to(exchange.link).take()
             reply.released.extend(message_protos(released))
         exchange.reply(reply.SerializeToString(), attachments)
-        if reply.HasField("autograd"):
-            participant.release_if_unwanted(reply.autograd, exchange)
+        participant.undo_if_unread(reply, exchange)
 
     def _describe(self, exchange: Exchange) -> None:
         wire.parse(describe_pb2.DescribeRequest, exchange.request.body)

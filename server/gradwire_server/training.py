@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import gradwire
+from gradwire._scope import current_scope
 from gradwire.errors import WrongArguments
 from gradwire.proto.v1 import value_pb2
-from gradwire_server.objects import Objects
+from gradwire_server.objects import Kept, Objects
 from gradwire_server.optimizers import Optimizers
 from gradwire_server.registry import Registry
 
@@ -27,8 +29,9 @@ def add_training(registry: Registry, objects: Objects) -> None:
         train,
         zero_grad,
         requires_grad_,
-        to,
         num_parameters,
+        verbs.to,
+        state_sizes,
         verbs.state_dict,
         verbs.load_state_dict,
     ):
@@ -40,31 +43,46 @@ class _Verbs:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
 
-    def get(self, name: str) -> object:
-        return self._objects.find(value_pb2.RemoteRef(name=name)).value
+    def get(self, name: str) -> Kept:
+        return Kept(self._objects.find(value_pb2.RemoteRef(name=name)))
 
     def fetch(self, value: object) -> object:
         return value
 
-    def delete(self, value: object) -> None:
-        held = self._objects.of(value)
-        if held is not None:
-            self._objects.delete(held)
+    def delete(self, node: int, number: int, name: str) -> None:
+        ref = value_pb2.RemoteRef(node=value_pb2.NodeId(id=node), ref=number, name=name)
+        exchange = current_scope().exchange
+        link = None if exchange is None else exchange.link
+        self._objects.delete(self._objects.find(ref), asker=0 if link is None else link.peer.node)
 
-    def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+    def to(self, module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
         with self._objects.unchanging([_module(module)]):
+            module.to(device=device, dtype=dtype)
+
+    def state_dict(self, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state, and what torch notes beside it: the versions of its modules."""
+        with self._objects.unchanging([_module(module)]):
+            state = module.state_dict()
             # Copies: the values must not change while they are on their way.
-            return {name: _copy(value) for name, value in module.state_dict().items()}
+            copies = {name: _copy(value) for name, value in state.items()}
+        return copies, dict(getattr(state, "_metadata", {}))
 
     def load_state_dict(
-        self, module: torch.nn.Module, state: Mapping[str, Any], strict: bool
-    ) -> tuple[list[str], list[str]]:
+        self,
+        module: torch.nn.Module,
+        state: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        strict: bool,
+    ) -> tuple[list[str], list[str], str]:
+        """Missing keys, unexpected keys, and what else torch has to say against the state."""
+        whole = OrderedDict(state)
+        whole._metadata = OrderedDict(metadata)  # type: ignore[attr-defined] # torch keeps it there
         with self._objects.unchanging([_module(module)]):
             try:
-                keys = module.load_state_dict(state, strict=strict)
+                keys = module.load_state_dict(whole, strict=strict)
             except RuntimeError as error:
-                raise WrongArguments(str(error)) from None
-        return list(keys.missing_keys), list(keys.unexpected_keys)
+                return [], [], str(error)
+        return list(keys.missing_keys), list(keys.unexpected_keys), ""
 
 
 def train(module: torch.nn.Module, mode: bool) -> None:
@@ -79,12 +97,16 @@ def requires_grad_(module: torch.nn.Module, requires_grad: bool) -> None:
     _module(module).requires_grad_(requires_grad)
 
 
-def to(module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
-    _module(module).to(device=device, dtype=dtype)
-
-
 def num_parameters(module: torch.nn.Module, trainable_only: bool) -> int:
     return sum(p.numel() for p in _module(module).parameters() if p.requires_grad or not trainable_only)
+
+
+def state_sizes(module: torch.nn.Module) -> dict[str, tuple[list[int], int] | None]:
+    """The shape and the bytes of each tensor of the state; None for what is no tensor."""
+    return {
+        name: (list(value.shape), value.numel() * value.itemsize) if isinstance(value, torch.Tensor) else None
+        for name, value in _module(module).state_dict().items()
+    }
 
 
 def _module(value: object) -> torch.nn.Module:

@@ -6,9 +6,11 @@ import logging
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -23,12 +25,13 @@ from gradwire.proto.v1 import link_pb2
 from gradwire.transport import LinkSettings
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.calling import CallRunner
-from gradwire_server.errors import BindFailed, NothingExposed
+from gradwire_server.errors import BindFailed, NothingExposed, StateError
 from gradwire_server.execution import Slots
 from gradwire_server.links import Hub
 from gradwire_server.objects import Objects
 from gradwire_server.registry import Registry
 from gradwire_server.servicer import Servicer
+from gradwire_server.state import StateDir
 from gradwire_server.training import add_training
 from gradwire_server.unary import unary_handler
 
@@ -61,6 +64,9 @@ class Worker:
 
     `served` are modules (everything that they expose), functions, classes and callable objects. `bind` is
     one address or several: ``"host:port"``, port 0 for a free one, or ``"unix:path"``.
+
+    With a `state_dir` objects that have a name, and the optimizers over them, are saved there when the worker
+    stops and every `save_every` seconds if they changed; a worker that is started with it goes on from them.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class Worker:
         grace: float = 10.0,
         health: bool = True,
         reflection: bool = True,
+        state_dir: str | os.PathLike[str] | None = None,
+        save_every: float | None = None,
     ) -> None:
         if not served:
             raise NothingExposed("there is nothing to serve: name a module, a function or a class")
@@ -94,6 +102,13 @@ class Worker:
         store.when_owner_dropped = self._objects.drop_owner
         add_training(self._registry, self._objects)
         runner = CallRunner(self._node, self._registry, self._objects, wire.Limits())
+        if save_every is not None and state_dir is None:
+            raise ValueError("save_every is of no use without a state_dir to save to")
+        self._save_every = save_every
+        self._state: StateDir | None = None
+        if state_dir is not None:
+            self._state = StateDir(Path(state_dir), self._objects, runner.make_again)
+        self._saved = threading.Event()
         self._servicer = Servicer(self._node, self._registry, self._slots, runner)
         self._hub = Hub(self._node.identity, self._node.handle, self._settings, self._node.met)
         self._max_unary_bytes = max_unary_bytes
@@ -123,11 +138,26 @@ class Worker:
         return self._registry.names
 
     def start(self) -> Self:
-        """Listens. Returns when it can be reached; raises BindFailed if an address cannot be had."""
+        """Listens. Returns when it can be reached; raises BindFailed if an address cannot be had, and
+        StateError if the state directory cannot be used."""
         refuse_if_forked()
         if self._started:
             raise RuntimeError("a worker can be started once")
         self._started = True
+        if self._state is not None:
+            self._state.open()
+        try:
+            self._listen()
+        except BaseException:
+            if self._state is not None:
+                self._state.release()
+            raise
+        if self._state is not None and self._save_every is not None:
+            self._state.save_every(self._save_every)
+        log.debug("%s serves %s at %s", self.name, ", ".join(self.functions), ", ".join(self.addresses))
+        return self
+
+    def _listen(self) -> None:
         server = grpc.server(self._streams_pool, options=server_options(self._settings))
         server.add_generic_rpc_handlers((self._handlers(),))
         if self._health:
@@ -152,13 +182,11 @@ class Worker:
         server.start()
         self._node.participant.keep_lease(self._settings.lease)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        log.debug("%s serves %s at %s", self.name, ", ".join(self.functions), ", ".join(self.addresses))
-        return self
 
     def stop(self, grace: float | None = None) -> bool:
         """Drains and ends: takes no new calls, lets those in flight finish for `grace` seconds.
 
-        Returns whether all of them finished.
+        Returns whether all of them finished. Raises StateError at the end if the state was not saved.
         """
         server, self._server = self._server, None
         if server is None:
@@ -170,6 +198,8 @@ class Worker:
         if not finished:
             log.warning("%d calls did not finish in time", self._slots.unfinished)
         self._hub.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0))
+        # Before the clients go, whose optimizers go with them.
+        not_saved = self._save_and_close()
         # Says goodbye, which cancels what still runs.
         self._hub.close()
         idle = self._slots.wait_until_idle(_FAREWELL_SECONDS)
@@ -179,7 +209,24 @@ class Worker:
         # Threads that are done end at once; a function that does not stop must not keep us.
         self._streams_pool.shutdown(wait=ended)
         self._node.pool.shutdown(wait=idle)
+        if not_saved is not None:
+            raise not_saved
         return finished
+
+    def _save_and_close(self) -> StateError | None:
+        try:
+            if self._state is not None:
+                self._state.close()
+            return None
+        except StateError as error:
+            log.error("%s", error, extra={"event": "save-failed"})
+            return error
+        finally:
+            self._saved.set()
+
+    def wait_until_saved(self, timeout: float | None = None) -> bool:
+        """Whether `stop` has come past saving the state, which no grace period cuts short."""
+        return self._saved.wait(timeout)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         methods = {

@@ -67,6 +67,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         modules = ["layers", "more:encode"]
         bind = "0.0.0.0:50051"
         name = "gpu-box"
+        expose-instance = "layers:encoder = enc"
         threads = 8
         torch-threads = 2
         lease = 60
@@ -75,6 +76,8 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         max-message-bytes = "1GiB"
         health = true
         reflection = false
+        state-dir = "/var/lib/gradwire"
+        save-every = 60
         log-level = "DEBUG"
         log-format = "json"
         """
@@ -84,6 +87,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "modules": ["layers", "more:encode"],
         "bind": ["0.0.0.0:50051"],
         "name": "gpu-box",
+        "expose_instance": ["layers:encoder=enc"],
         "threads": 8,
         "torch_threads": 2,
         "lease": 60.0,
@@ -92,6 +96,8 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "max_message_bytes": 2**30,
         "health": True,
         "reflection": False,
+        "state_dir": "/var/lib/gradwire",
+        "save_every": 60.0,
         "log_level": "debug",
         "log_format": "json",
     }

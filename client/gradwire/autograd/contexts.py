@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -38,6 +39,8 @@ class ContextState:
         """Where calls of this context went: they hold a part of it, too."""
         self.peers: set[int] = set()
         """The nodes that it came from. While one of them has a link to this node, it is theirs to end."""
+        self.users = 0
+        """Requests that are being answered in it: nobody may take it for abandoned meanwhile."""
         self._lock = threading.Lock()
         # Weak, as `.grad` is: a leaf that a function made for one call takes its gradient along.
         self._gradients = WeakTensorKeyDictionary()
@@ -86,7 +89,7 @@ class ContextStore:
             context = self._contexts.get(id)
             if context is None:
                 if id in self._ended:
-                    raise NotFound(f"context {id} has ended")
+                    raise NotFound(f"context {id} has ended, or its lease ran out")
                 context = self._contexts[id] = ContextState(id)
             context.last_used = time.monotonic()
             return context
@@ -97,6 +100,21 @@ class ContextStore:
             if context is not None:
                 context.last_used = time.monotonic()
             return context
+
+    @contextmanager
+    def in_use(self, id: ContextId | None) -> Iterator[None]:
+        """While a request is answered in a context. None: in none."""
+        with self._lock:
+            context = None if id is None else self._contexts.get(id)
+            if context is not None:
+                context.users += 1
+        try:
+            yield
+        finally:
+            if context is not None:
+                with self._lock:
+                    context.users -= 1
+                    context.last_used = time.monotonic()
 
     def contexts(self) -> list[ContextState]:
         with self._lock:
@@ -184,5 +202,5 @@ class ContextStore:
         return [
             context.id
             for context in self.contexts()
-            if context.last_used < before and not any(map(is_linked, context.peers))
+            if context.last_used < before and not context.users and not any(map(is_linked, context.peers))
         ]

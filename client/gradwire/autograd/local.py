@@ -118,5 +118,7 @@ def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:
         metadata: Any = node.metadata
         lines = metadata.get("traceback_") if node.name() == failed.group(1) else None
         if lines:
-            error.add_note(f"Traceback of the forward call that caused the error:\n{''.join(lines)}")
+            # Into the message, not a note: those stay with the one who raises.
+            where = f"Traceback of the forward call that caused the error:\n{''.join(lines)}"
+            error.args = (f"{error}\n{where}",)
             return

@@ -37,6 +37,9 @@ _FLUSH_SECONDS = 1.0
 """Releases ride on other messages; those that find none are sent on their own after so long."""
 
 
+Reply = autograd_pb2.ForwardWithAutogradReply | autograd_pb2.PropagateGradientsReply
+
+
 class Participant:
     """One node's autograd."""
 
@@ -63,8 +66,9 @@ class Participant:
         tensors: Sequence[torch.Tensor],
         context: ContextId,
         link: Link,
-    ) -> MessageId | None:
-        """Records what a call sends; the message's id if anything in it requires grad."""
+        pending: Pending,
+    ) -> None:
+        """Records what a call sends, whose answer settles `pending`."""
         request.autograd.context.CopyFrom(context.proto)
         sent = None
         if torch.is_grad_enabled():
@@ -72,8 +76,9 @@ class Participant:
             if context != ContextId(self.node, 0):
                 self.store.get(context).involved.add(link)
             sent = self._send(request.autograd, tensors, context, link)
-        request.released.extend(message_protos(self.releases_to(link).take()))
-        return sent
+        released = self.releases_to(link).take()
+        request.released.extend(message_protos(released))
+        self._undo_if_failed(pending, link, sent, released)
 
     def _send(
         self,
@@ -94,21 +99,29 @@ class Participant:
         self.store.keep_arguments(sent)
         return sent.id
 
-    def forget_if_failed(self, id: MessageId, pending: Pending) -> None:
-        """Lets go of arguments once it is known that their sending failed.
+    def _undo_if_failed(
+        self, pending: Pending, link: Link, sent: MessageId | None, released: Sequence[MessageId]
+    ) -> None:
+        """For a request that fails: the other end may never have seen it.
 
-        The other end may never have seen them, so cannot say when to let go. Should it have kept something
-        of them before it failed, a later backward through that is refused.
+        So it cannot say when to let go of the arguments. Should it have kept something of them before it
+        failed, a later backward through that is refused. What the request released is released again.
         """
+        if sent is None and not released:
+            return
         # Weakly: a future keeps its callbacks, and would keep itself.
         settled = weakref.ref(pending)
+        releases = self.releases_to(link)
 
-        def forget() -> None:
+        def undo() -> None:
             pending = settled()
             if pending is not None and (pending.cancelled() or pending.exception() is not None):
-                self.store.release([id])
+                if sent is not None:
+                    self.store.release([sent])
+                for id in released:
+                    releases.append(id)
 
-        pending.when_settled(forget)
+        pending.when_settled(undo)
 
     def receive_reply(
         self,
@@ -229,13 +242,14 @@ class Participant:
                 f"the gradients for {received.what} cannot be delivered: its caller has no link to this node"
             )
         run = task.run
+        released = self.releases_to(link).take()
         request = autograd_pb2.PropagateGradientsRequest(
             context=received.context.proto,
             retain_graph=task.retain_graph,
             create_graph=task.create_graph,
             skip_leaves=not task.collect_leaves,
             detect_anomaly=anomaly_is_wanted(),
-            released=message_protos(self.releases_to(link).take()),
+            released=message_protos(released),
         )
         getattr(request, "pass").CopyFrom(task.pass_id(self).proto)
         if run is not None and run.collect_into is not None:
@@ -246,23 +260,33 @@ class Participant:
         if task.create_graph:
             request.autograd.context.CopyFrom(received.context.proto)
             sent = self._send(request.autograd, encoder.tensors, received.context, link)
-        table, attachments = encoder.finish()
-        request.tensors.CopyFrom(table)
         pending = Pending()
-        if sent is not None:
-            self.forget_if_failed(sent, pending)
-        _cancel_with_asker(pending)
-        link.ask(
-            link_pb2.METHOD_PROPAGATE_GRADIENTS,
-            request.SerializeToString(),
-            attachments,
-            timeout=time_left(None),
-            pending=pending,
-        )
-        if not task.retain_graph and not received.are_arguments:
-            received.released()  # the flag tells the other end to let go after this
+        lets_go = not task.retain_graph and not received.are_arguments
+        # The flag tells the other end to let go after this, if it comes to that.
+        self._undo_if_failed(pending, link, sent, [*released, received.source] if lets_go else released)
+        try:
+            table, attachments = encoder.finish()
+            request.tensors.CopyFrom(table)
+            _cancel_with_asker(pending)
+            link.ask(
+                link_pb2.METHOD_PROPAGATE_GRADIENTS,
+                request.SerializeToString(),
+                attachments,
+                timeout=time_left(None),
+                pending=pending,
+            )
+        except BaseException:
+            pending.cancel()
+            raise
+        if lets_go:
+            received.released()
         what = f"{received.what} on {link.peer}"
-        return Propagation(pending, partial(self._deliver, task.id, received, link, what), what)
+        return Propagation(
+            pending,
+            partial(self._deliver, task.id, received, link, what),
+            self.releases_to(link).append_unread,
+            what,
+        )
 
     def _deliver(
         self, task: int, received: Received, link: Link, what: str, message: ReceivedMessage
@@ -291,12 +315,24 @@ class Participant:
 
     # -- letting go
 
-    def release_if_unwanted(self, autograd: autograd_pb2.AutogradMetadata, exchange: Exchange) -> None:
-        """Lets go of results if the asker turns out not to have wanted the reply.
+    def undo_if_unread(self, reply: Reply, exchange: Exchange) -> None:
+        """For a reply that was just sent: whoever cancels will not look into it.
 
-        It cancels without having seen the reply, so it does not know what there is to release.
+        So it does not learn what there is to release of its own, nor which results it could release here.
         """
-        exchange.when_cancelled(partial(self.store.release, [MessageId.parse(autograd.message)]))
+        link = exchange.link
+        released = message_ids(reply.released)
+        results = [MessageId.parse(reply.autograd.message)] if reply.HasField("autograd") else []
+        if link is None or not (released or results):
+            return
+        releases = self.releases_to(link)
+
+        def undo() -> None:
+            self.store.release(results)
+            for id in released:
+                releases.append(id)
+
+        exchange.when_cancelled(undo)
 
     def releases_to(self, link: Link) -> Releases:
         """What the node at the other end of a link may let go of."""
@@ -313,20 +349,27 @@ class Participant:
         if link is None or link.ended is not None:
             return
         releases = self.releases_to(link)
-        for body in releases.take_unread():
-            self._release_unread(body, releases)
+        for kind, body in releases.take_unread():
+            self._release_unread(kind, body, releases)
         released = releases.take()
         if released:
             request = autograd_pb2.CleanupContextRequest(messages=message_protos(released))
+            pending = Pending()
+            self._undo_if_failed(pending, link, None, released)
             try:
-                link.ask(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=60.0)
+                link.ask(
+                    link_pb2.METHOD_CLEANUP_CONTEXT,
+                    request.SerializeToString(),
+                    timeout=60.0,
+                    pending=pending,
+                )
             except GradwireError:
                 return  # it ended just now, and everything with it
         call_later(_FLUSH_SECONDS, partial(self._flush, link_ref))
 
-    def _release_unread(self, body: bytes, releases: Releases) -> None:
+    def _release_unread(self, kind: type[Reply], body: bytes, releases: Releases) -> None:
         try:
-            reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, body)
+            reply = wire.parse(kind, body)
         except MalformedMessage:
             return
         self.store.release(message_ids(reply.released))

@@ -20,6 +20,7 @@ from gradwire._scope import current_scope
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.records import Gradients, Received
 from gradwire.errors import Cancelled, GradwireError
+from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport.base import Pending
 
 if TYPE_CHECKING:
@@ -67,9 +68,16 @@ def current_run() -> Run | None:
 class Propagation:
     """Gradients on their way to the node that sent the tensors, and what comes back."""
 
-    def __init__(self, pending: Pending, deliver: Callable[[Any], None], what: str) -> None:
+    def __init__(
+        self,
+        pending: Pending,
+        deliver: Callable[[Any], None],
+        append_unread: Callable[[tuple[type[Any], bytes]], None],
+        what: str,
+    ) -> None:
         self._pending = pending
         self._deliver: Callable[[Any], None] | None = deliver
+        self._append_unread = append_unread
         self._lock = threading.Lock()
         self.what = what
 
@@ -96,7 +104,13 @@ class Propagation:
             raise
 
     def cancel(self) -> None:
-        self._pending.cancel()
+        if self._pending.cancel():
+            return
+        with self._lock:
+            deliver, self._deliver = self._deliver, None
+        if deliver is not None and self._pending.exception() is None:
+            # The answer came, but nobody will look into it.
+            self._append_unread((autograd_pb2.PropagateGradientsReply, self._pending.result().body))
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -153,12 +153,12 @@ class Releases:
 
     def __init__(self) -> None:
         self._waiting: deque[MessageId] = deque()
-        self._unread: deque[bytes] = deque()
+        self._unread: deque[tuple[type[Any], bytes]] = deque()
         self.append = self._waiting.append
         self.append_unread = self._unread.append
-        """For replies that came and that nobody looked into."""
+        """For replies that came and that nobody looked into: the type of the message, and its bytes."""
 
-    def take_unread(self) -> list[bytes]:
+    def take_unread(self) -> list[tuple[type[Any], bytes]]:
         taken = []
         while self._unread:
             taken.append(self._unread.popleft())

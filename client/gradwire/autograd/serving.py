@@ -50,7 +50,11 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     reply = autograd_pb2.PropagateGradientsReply()
     encoder = wire.Encoder(attach_from=wire.ATTACH_FROM if link is not None else None)
     # In the context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
-    with entered(replace(current_scope(), context=context)), detecting_anomaly(request.detect_anomaly):
+    with (
+        participant.store.in_use(context),
+        entered(replace(current_scope(), context=context)),
+        detecting_anomaly(request.detect_anomaly),
+    ):
         with torch.set_grad_enabled(request.create_graph):
             participant.receive_call(request.autograd, decoder, link, f"the gradients for {what}")
         gradients = decode_gradients(request.gradients, decoder, sent.like)
@@ -77,8 +81,7 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     if link is not None:
         reply.released.extend(message_protos(participant.releases_to(link).take()))
     exchange.reply(reply.SerializeToString(), attachments)
-    if reply.HasField("autograd"):
-        participant.release_if_unwanted(reply.autograd, exchange)
+    participant.undo_if_unread(reply, exchange)
 
 
 def _propagate(

@@ -18,6 +18,8 @@ NOT_SENT = {
     errors.RemoteError,
     # Raised where they happen and never sent as such.
     errors.ForkedProcess,
+    errors.CheckpointError,
+    errors.CheckpointMismatch,
 }
 ALL = [
     type_

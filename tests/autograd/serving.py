@@ -1,0 +1,20 @@
+"""Served by the daemons of these tests: the place that the environment names."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import torch
+from tests.autograd.places import remote_place
+
+import gradwire_server as gws
+
+torch.set_num_threads(1)
+
+place = remote_place(os.environ["PLACE"])
+for function in place.functions:
+    gws.expose(function)
+
+# What was imported stays: counting what is left over need not look at it each time.
+gc.freeze()

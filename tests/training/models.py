@@ -1,0 +1,210 @@
+"""What the workers of these tests serve. Daemons load it by its name, tests import it as the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradwire_server as gws
+
+
+@gws.expose
+class Layer(nn.Module):
+    """A linear layer with tanh, in double precision, the same for the same seed."""
+
+    def __init__(self, width: int = 4, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(width, width, generator=generator, dtype=torch.float64) / 2)
+        self.bias = nn.Parameter(torch.randn(width, generator=generator, dtype=torch.float64) / 2)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return torch.tanh(x @ self.weight + self.bias) * scale
+
+    def penalty(self, power: int = 2) -> torch.Tensor:
+        return self.weight.abs().pow(power).sum()
+
+    def itself(self) -> Layer:
+        return self
+
+    @staticmethod
+    def plus_one(x: int) -> int:
+        return x + 1
+
+    @classmethod
+    def what(cls) -> str:
+        return cls.__name__
+
+
+@gws.expose
+class Counting(nn.Module):
+    """One parameter whose gradient is what it is called with: its sum counts all steps exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.total * x).sum()
+
+
+@gws.expose
+class Blocks(nn.Module):
+    """Modules in modules, with buffers, dropout and a shared parameter."""
+
+    def __init__(self, width: int = 4, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.stack = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        self.tied = nn.Linear(width, width)
+        self.tied.weight = self.stack[0].weight
+        self.dropout = nn.Dropout(dropout)
+        self.hooked = 0
+        self.register_forward_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.hooked += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.tied(self.stack(self.norm(x))))
+
+    def hook_calls(self) -> int:
+        return self.hooked
+
+    def is_training(self) -> bool:
+        return self.training and self.norm.training
+
+
+@gws.expose
+class Branching(nn.Module):
+    """Returns tuples and dicts, takes keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 2).double()
+        self.right = nn.Linear(3, 2).double()
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        right = self.right(x)
+        return self.left(x), {"right": right if mask is None else right * mask, "count": len(x)}
+
+
+@gws.expose
+class Table(nn.Module):
+    """Rows to look up, with sparse gradients."""
+
+    def __init__(self, rows: int = 6, width: int = 3) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(rows, width, sparse=True, dtype=torch.float64)
+        with torch.no_grad():
+            self.rows.weight.copy_(torch.arange(rows * width, dtype=torch.float64).reshape(rows, width))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.rows(index)
+        return result
+
+
+@gws.expose
+class Nothing(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Mixin:
+    def mixed_in(self) -> str:
+        return "mixed in"
+
+
+@gws.expose
+class Mixed(nn.Linear, Mixin):
+    """Its second base comes after torch's own in the order of bases."""
+
+
+@gws.expose
+class Notebook:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, line: str) -> int:
+        self.lines.append(line)
+        return len(self.lines)
+
+    def read(self) -> list[str]:
+        return self.lines
+
+
+@gws.expose
+@dataclasses.dataclass
+class Setting:
+    name: str
+    value: int
+
+
+@gws.expose(name="Adam")
+class Backwards(torch.optim.SGD):
+    """A user's own optimizer, unluckily called like one of torch's: it goes uphill."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = -abs(group["lr"])
+        super().step(closure)
+
+
+@gws.expose
+class Uphill(torch.optim.SGD):
+    """A user's own optimizer."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = -abs(group["lr"])
+        super().step(closure)
+
+
+@gws.expose
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+@gws.expose
+def make_setting() -> Setting:
+    return Setting("width", 3)
+
+
+@gws.expose
+def is_layer(value: object) -> bool:
+    return isinstance(value, Layer)
+
+
+@gws.expose
+def kind_of(value: object) -> str:
+    return type(value).__name__
+
+
+@gws.expose
+def call_it(value: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = value(x) * 3
+    return result
+
+
+@gws.expose
+def echo(value: object) -> object:
+    return value
+
+
+@gws.expose
+def nothing() -> None:
+    return None
+
+
+shared = gws.expose(Layer(4, seed=7), name="shared")
+
+plain = {"a": 1}
