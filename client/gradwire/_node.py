@@ -137,7 +137,7 @@ class Node:
         if self._closed:
             raise errors.LinkClosed(f"{self.identity.name} has been shut down")
         link = GrpcLink(target, self.identity, self.handle, settings)
-        link.connect()
+        link.connect(deadline())
         self.met(link)
         return link
 

@@ -267,6 +267,7 @@ def connect(
     *,
     connect_timeout: float = ...,
     lost_after: float = ...,
+    wait_for_ready: bool = ...,
     device_map: Mapping[Device, Device] | None = ...,
 ) -> RemoteWorker: ...
 
@@ -277,6 +278,7 @@ def connect(
     *,
     connect_timeout: float = ...,
     lost_after: float = ...,
+    wait_for_ready: bool = ...,
     device_map: Mapping[Device, Device] | None = ...,
 ) -> list[RemoteWorker]: ...
 
@@ -286,6 +288,7 @@ def connect(
     *,
     connect_timeout: float = LinkSettings.connect_timeout,
     lost_after: float = LinkSettings.lost_after,
+    wait_for_ready: bool = True,
     device_map: Mapping[Device, Device] | None = None,
 ) -> RemoteWorker | list[RemoteWorker]:
     """Connects to a worker at ``"host:port"`` or ``"unix:path"``, or to several at once.
@@ -294,11 +297,16 @@ def connect(
     answers within `connect_timeout` seconds. A worker that is out of reach for `lost_after` seconds counts
     as lost: what waits for it then raises `WorkerLost`.
 
+    Both wait, and try again meanwhile. With ``wait_for_ready=False`` nothing waits: connecting fails at the
+    first refusal, and so does a call while the link is cut, though the link is still mended.
+
     `device_map` says for devices of this process which of the worker's devices arguments go to, e.g.
     ``{"cuda:0": "cuda:1"}``; results come back by the reverse, gradients follow their tensors. Without it
     tensors arrive on the CPU. Raises `InvalidDeviceMap` if either end lacks a device.
     """
-    settings = LinkSettings(connect_timeout=connect_timeout, lost_after=lost_after)
+    settings = LinkSettings(
+        connect_timeout=connect_timeout, lost_after=lost_after, wait_for_ready=wait_for_ready
+    )
     devices = NO_MAP if device_map is None else DeviceMap(device_map)
     node = current_node()
     targets = [target] if isinstance(target, str) else target

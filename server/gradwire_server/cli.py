@@ -165,6 +165,24 @@ def serve(
             "INTEGER",
         ),
     ] = 64,
+    max_queued_calls: Annotated[
+        int,
+        _option(
+            "max-queued-calls",
+            "Calls that may wait for a thread; further ones are told to come again.",
+            config.positive_integer,
+            "INTEGER",
+        ),
+    ] = 10_000,
+    max_queued_calls_per_client: Annotated[
+        int,
+        _option(
+            "max-queued-calls-per-client",
+            "Of those, calls of one client.",
+            config.positive_integer,
+            "INTEGER",
+        ),
+    ] = 2_000,
     torch_threads: Annotated[
         int | None,
         _option(
@@ -278,6 +296,8 @@ def serve(
             bind=bind,
             name=name,
             threads=threads,
+            max_queued_calls=max_queued_calls,
+            max_queued_calls_per_client=max_queued_calls_per_client,
             lease=lease,
             lost_after=lost_after,
             grace=grace,

@@ -201,6 +201,8 @@ SETTINGS: Mapping[str, Callable[[object], object]] = {
     "bind": _one_or_more(bind_address),
     "name": worker_name,
     "threads": positive_integer,
+    "max-queued-calls": positive_integer,
+    "max-queued-calls-per-client": positive_integer,
     "torch-threads": positive_integer,
     "lease": positive_seconds,
     "lost-after": positive_seconds,

@@ -53,7 +53,8 @@ class Servicer:
                 error = Unavailable(f"{self.name} is shutting down", worker=self.name)
                 exchange.fail(faults.describe(error, self.name))
             else:
-                self._slots.submit(lambda: self._node.answer(exchange, work, self._slots.yielded))
+                client = 0 if exchange.link is None else exchange.link.peer.node
+                self._slots.submit(lambda: self._node.answer(exchange, work, self._slots.yielded), client)
 
         return handle
 

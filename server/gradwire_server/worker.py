@@ -26,7 +26,7 @@ from gradwire.transport import LinkSettings
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.calling import CallRunner
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
-from gradwire_server.execution import Slots
+from gradwire_server.execution import QueueLimits, Slots
 from gradwire_server.links import Hub
 from gradwire_server.objects import Objects
 from gradwire_server.registry import Registry
@@ -74,7 +74,9 @@ class Worker:
         *served: object,
         bind: str | Sequence[str] = "127.0.0.1:0",
         name: str | None = None,
-        threads: int = 64,
+        threads: int = QueueLimits.threads,
+        max_queued_calls: int = QueueLimits.queued,
+        max_queued_calls_per_client: int = QueueLimits.queued_per_client,
         lease: float = LinkSettings.lease,
         lost_after: float = LinkSettings.lost_after,
         max_message_bytes: int = LinkSettings.max_message_bytes,
@@ -92,7 +94,9 @@ class Worker:
         self._registry = Registry(served)
         self._settings = LinkSettings(lease=lease, lost_after=lost_after, max_message_bytes=max_message_bytes)
         self._node = Node(name)
-        self._slots = Slots(self._node.pool, threads)
+        self._slots = Slots(
+            self._node.pool, QueueLimits(threads, max_queued_calls, max_queued_calls_per_client)
+        )
         self._objects = Objects(self._node.identity.node, lambda: self._node.participant.new_id().number)
         for instance_name, instance in self._registry.instances.items():
             self._objects.keep(instance, owner=None, name=instance_name, permanent=True)

@@ -86,6 +86,9 @@ class LinkSettings:
     """How long the first connection may take, retries included."""
     lost_after: float = 10.0
     """How long the other end may be out of reach before it counts as lost."""
+    wait_for_ready: bool = True
+    """Whether to wait for an end that is out of reach: to try again when connecting, and to hold questions
+    back while a cut is mended. If not, both fail at once."""
     lease: float = 30.0
     """How long the accepting end keeps what it holds for a peer that is out of reach."""
     max_message_bytes: int = 1 << 40

@@ -14,7 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from gradwire.errors import DeadlineExceeded, GradwireError, LinkClosed, ProtocolError, ResourceExhausted
+from gradwire.errors import (
+    ConnectFailed,
+    DeadlineExceeded,
+    GradwireError,
+    LinkClosed,
+    ProtocolError,
+    ResourceExhausted,
+)
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults, frames
 from gradwire.transport.base import (
@@ -31,6 +38,7 @@ from gradwire.transport.base import (
 from gradwire.transport.inbound import Inbound, Whole
 from gradwire.transport.outbox import Outbox, OutgoingTransfer
 from gradwire.transport.questions import Asked, Served
+from gradwire.transport.retries import Resting
 from gradwire.transport.timers import call_later
 
 __all__ = ["Conversation", "Streams"]
@@ -81,6 +89,7 @@ class Conversation(Link):
         self._delivered = threading.Condition(self._lock)
         self._streams: Streams | None = None
         self._asked: dict[int, Asked] = {}
+        self._resting = Resting(self._ask)
         self._served: dict[int, Served] = {}
         self._withdrawn: dict[int, None] = {}
         """Questions that were withdrawn, and that the other end may still be busy with."""
@@ -108,21 +117,26 @@ class Conversation(Link):
             pending = Pending()
         self._check_size(body, attachments)
         deadline = None if timeout is None else time.monotonic() + timeout
-        asked = Asked(method, body, attachments, pending, deadline)
+        self._ask(Asked(method, body, attachments, pending, deadline))
+        return pending
+
+    def _ask(self, asked: Asked) -> None:
         with self._lock:
             if self._ended is not None:
                 raise self._ended.again()
+            if self._streams is None and not self.settings.wait_for_ready:
+                raise ConnectFailed(f"{self.peer} is out of reach right now", worker=str(self.peer))
             id = next(self._request_ids)
             self._asked[id] = asked
-            pending.abandon = partial(self._withdraw, id, None)
-            if timeout is not None:
-                asked.timer = call_later(timeout, partial(self._time_out, id, timeout))
+            asked.pending.abandon = partial(self._withdraw, id, None)
+            if asked.deadline is not None:
+                left = max(asked.deadline - time.monotonic(), 0.0)
+                asked.timer = call_later(left, partial(self._time_out, id, left))
             if self._streams is not None:
                 self._send_question(self._streams, id, asked)
-        if pending.cancelled():
+        if asked.pending.cancelled():
             # It was cancelled before it knew whom to tell.
             self._withdraw(id, None)
-        return pending
 
     def _check_size(self, body: bytes, attachments: Sequence[Sendable]) -> None:
         if len(body) > self.settings.max_body_bytes:
@@ -392,7 +406,8 @@ class Conversation(Link):
         if reply.WhichOneof("outcome") == "error":
             if not reply.error.worker:
                 reply.error.worker = str(self.peer)
-            asked.pending.settle(faults.rebuild(reply.error))
+            if not self._resting.takes(asked, reply.error):
+                asked.pending.settle(faults.rebuild(reply.error))
         else:
             asked.pending.settle(Received(reply.body, attachments))
 
@@ -453,6 +468,7 @@ class Conversation(Link):
                 streams.bulk.drop_transfers()
                 streams.control.put(farewell)
                 streams.control.close()
+        self._resting.end(error)
         for asked in all_asked.values():
             asked.stop_timer()
             asked.pending.settle(error.again())

@@ -18,6 +18,7 @@ import grpc
 
 from gradwire.errors import (
     ConnectFailed,
+    DeadlineExceeded,
     GradwireError,
     InternalError,
     ProtocolError,
@@ -64,11 +65,19 @@ class GrpcLink(Conversation):
         self._farewell: Timer | None = None
         self._keeper = threading.Thread(target=self._keep, name=f"gradwire-link-{target}", daemon=True)
 
-    def connect(self) -> None:
-        """Returns when the other end has answered; raises ConnectFailed if it does not in time."""
+    def connect(self, time_left: float | None = None) -> None:
+        """Returns when the other end has answered; raises ConnectFailed if it does not in time.
+
+        `time_left` is what the surroundings allow: DeadlineExceeded if that is less.
+        """
         self.when_ended(self._on_end)
         self._keeper.start()
-        if not self._connected.wait(self.settings.connect_timeout + _HANDSHAKE_SECONDS):
+        patience = self.settings.connect_timeout + _HANDSHAKE_SECONDS
+        if time_left is not None and time_left < patience:
+            if not self._connected.wait(time_left):
+                error = f"no time left to wait for {self.target} to answer"
+                self.abort(DeadlineExceeded(error, worker=self.target))
+        elif not self._connected.wait(patience):
             self.abort(self._lost("connecting got stuck"))
         if self._ended is not None:
             self._join_keeper()
@@ -132,7 +141,8 @@ class GrpcLink(Conversation):
                 log.info("the link to %s was cut: %s", self.peer, reason)
                 give_up_at = time.monotonic() + self.settings.lost_after
                 backoff = _FIRST_BACKOFF
-            if self._ended is None and time.monotonic() >= give_up_at:
+            impatient = not self._welcomed and not self.settings.wait_for_ready
+            if self._ended is None and (impatient or time.monotonic() >= give_up_at):
                 self.abort(self._lost(reason))
             # Full jitter: many clients of one worker must not come back all at once.
             left = max(give_up_at - time.monotonic(), 0.0)
@@ -260,8 +270,9 @@ class GrpcLink(Conversation):
     def _lost(self, reason: str) -> GradwireError:
         if not self._welcomed:
             return ConnectFailed(
-                f"no gradwire worker answered at {self.target} within "
-                f"{self.settings.connect_timeout:g} s: {reason}",
+                f"no gradwire worker answered at {self.target}"
+                + (f" within {self.settings.connect_timeout:g} s" if self.settings.wait_for_ready else "")
+                + f": {reason}",
                 worker=self.target,
             )
         return WorkerLost(

@@ -23,7 +23,7 @@ Answer = tuple[bytes | link_pb2.Error, Sequence[Sendable]]
 class Asked:
     """A question that this end asked and that is not answered yet."""
 
-    __slots__ = ("attachments", "body", "deadline", "method", "pending", "timer")
+    __slots__ = ("attachments", "body", "deadline", "method", "pending", "refusals", "timer")
 
     def __init__(
         self,
@@ -39,6 +39,8 @@ class Asked:
         self.pending = pending
         self.deadline = deadline
         self.timer: Timer | None = None
+        self.refusals = 0
+        """How often the other end was too busy for it."""
 
     def stop_timer(self) -> None:
         if self.timer is not None:

@@ -1,0 +1,70 @@
+"""Questions that the other end was too busy for: they rest a while, and are asked again."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from gradwire.errors import GradwireError
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport.questions import Asked
+from gradwire.transport.timers import Timer, call_later
+
+__all__ = ["Resting"]
+
+_LONGEST_REST = 5.0
+
+
+class Resting:
+    """Asks again, with growing and random pauses, for as long as the question's deadline allows.
+
+    The other end refused without running anything, so asking again cannot make it run twice.
+    """
+
+    def __init__(self, ask_again: Callable[[Asked], None]) -> None:
+        self._ask_again = ask_again
+        self._lock = threading.Lock()
+        self._resting: dict[Asked, Timer] = {}
+
+    def takes(self, asked: Asked, error: link_pb2.Error) -> bool:
+        """Whether a refused question will be asked again; if not, the refusal is the answer."""
+        if error.code != link_pb2.Error.CODE_RESOURCE_EXHAUSTED or error.retry_after_seconds <= 0:
+            return False
+        pause = min(error.retry_after_seconds * 2**asked.refusals, _LONGEST_REST)
+        # Jitter: those who were refused together must not come back together.
+        pause *= random.uniform(0.5, 1.5)
+        if asked.deadline is not None and time.monotonic() + pause >= asked.deadline:
+            return False
+        asked.refusals += 1
+        with self._lock:
+            asked.pending.abandon = partial(self._give_up, asked)
+            self._resting[asked] = call_later(pause, partial(self._wake, asked))
+        if asked.pending.cancelled():
+            self._give_up(asked)
+        return True
+
+    def end(self, error: GradwireError) -> None:
+        """Nothing will be asked any more."""
+        with self._lock:
+            resting, self._resting = self._resting, {}
+        for asked, timer in resting.items():
+            timer.cancel()
+            asked.pending.settle(error.again())
+
+    def _wake(self, asked: Asked) -> None:
+        with self._lock:
+            if self._resting.pop(asked, None) is None:
+                return
+        try:
+            self._ask_again(asked)
+        except GradwireError as error:
+            asked.pending.settle(error)
+
+    def _give_up(self, asked: Asked) -> None:
+        with self._lock:
+            timer = self._resting.pop(asked, None)
+        if timer is not None:
+            timer.cancel()

@@ -1,0 +1,126 @@
+"""Everything that is held for a client goes with its lease."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.faults.proxy import FaultyProxy
+from tests.faults.test_deaths import SERVED, wait_for
+from tests.integration.conftest import Launch
+from tests.integration.daemons import DEADLINE
+
+import gradwire as gw
+from gradwire._node import Node
+from gradwire._workers import RemoteWorker
+from gradwire.transport import LinkSettings
+
+KILLED = 200
+
+# Forking a process that has loaded torch, but has not used gRPC yet, makes many real clients cheap.
+CLIENTS = """
+import os, signal, sys
+import torch
+import gradwire as gw
+
+torch.set_num_threads(1)
+address, count = sys.argv[1], int(sys.argv[2])
+for _ in range(count):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        worker = gw.connect(address)
+        x = torch.ones(2000, dtype=torch.float64, requires_grad=True)
+        results = [worker.scale_any(x * i) for i in range(3)]
+        layer, kept = worker.create("Layer"), worker.remote("echo", x)
+        with gw.context() as ctx:
+            inside = worker.scale_any(x)
+            os.write(writer, b"holding")
+            signal.pause()
+    os.close(writer)
+    assert os.read(reader, 7) == b"holding"
+    os.close(reader)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+print("done")
+"""
+
+SERVED_ANY = (
+    SERVED
+    + """
+@gws.expose
+def scale_any(x):
+    return x * weight[0]
+"""
+)
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_is_where_it_started_after_killing_many_clients(launch: Launch, tmp_path: Path) -> None:
+    daemon = launch(SERVED_ANY, "--lease", "1", "--lost-after", "2")
+    script = tmp_path / "clients.py"
+    script.write_text(textwrap.dedent(CLIENTS))
+
+    def kill(count: int) -> None:
+        command = [sys.executable, str(script), daemon.address, str(count)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        assert ran.stdout == "done\n", ran.stderr
+
+    with gw.connect(daemon.address) as worker:
+
+        def idle() -> bool:
+            held = worker.inspect()
+            return not held.contexts and len(held.clients) == 1
+
+        kill(20)
+        wait_for(idle, "the first leases running out")
+        before = worker.inspect().resident_bytes
+        kill(KILLED)
+        wait_for(idle, "the leases running out")
+        after = worker.inspect().resident_bytes
+    # Each held some 100 kB: a tenth of what a leak of all would come to.
+    assert after - before < 4_000_000 + KILLED * 100_000 / 10
+
+
+def test_a_client_that_comes_back_in_time_finds_everything_as_it_left_it(launch: Launch) -> None:
+    daemon = launch(SERVED_ANY, "--lease", "20")
+    with FaultyProxy(daemon.address, kinds=("delay",)).running() as proxy:
+        proxy.active = False
+        with gw.connect(proxy.address, lost_after=20.0) as worker:
+            x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+            layer = worker.create("Layer")
+            loss = layer(worker.scale(x)).sum()
+            for _ in range(3):
+                proxy.cut_all()
+                worker.ping(DEADLINE)
+            loss.backward()
+            assert torch.equal(x.grad, torch.ones(3).double())
+            assert layer.num_parameters() == 3
+
+
+def test_a_client_that_comes_back_too_late_is_told(launch: Launch) -> None:
+    daemon = launch(SERVED_ANY, "--lease", "0.2")
+    with FaultyProxy(daemon.address, kinds=("delay",)).running() as proxy:
+        proxy.active = False
+        worker = gw.connect(proxy.address, lost_after=20.0)
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        loss = worker.scale(x).sum()
+        proxy.refuse = True
+        proxy.cut_all()
+        # A node of its own: this one's lease would run on with any link of it.
+        observer = Node("observer")
+        other = RemoteWorker(observer.place_for(daemon.address, LinkSettings()), "observer")
+        wait_for(lambda: len(other.inspect().clients) == 1, "the lease running out")
+        observer.close()
+        proxy.refuse = False
+        started = time.monotonic()
+        with pytest.raises(gw.WorkerLost):
+            loss.backward()
+        assert time.monotonic() - started < DEADLINE
+        worker.scale(x).sum().backward()
+        assert torch.equal(x.grad, torch.ones(3).double())
