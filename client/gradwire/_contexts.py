@@ -53,16 +53,20 @@ class Context:
         else:
             gradients = list(grad_tensors)
         participant = self._node.participant
+        pass_id = participant.start_pass()
         run = Run(
             participant,
-            participant.new_id(),
+            pass_id,
             asker=None,
             collect_leaves=True,
             collect_into=self._id,
             retain_graph=retain_graph,
         )
         state = participant.store.get(self._id)
-        backward_to_leaves(root_list, gradients, run, state.accumulate)
+        try:
+            backward_to_leaves(root_list, gradients, run, state.accumulate)
+        finally:
+            participant.end_pass(pass_id)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients that this process holds in the context, for each of its leaf tensors.

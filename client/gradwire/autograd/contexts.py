@@ -161,13 +161,13 @@ class ContextStore:
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
         return bool(released)
 
-    def release_sent_to(self, node: int) -> None:
-        """Lets go of all messages that went to a node, which is gone."""
+    def release_sent_to(self, node: int, context: ContextId | None = None) -> bool:
+        """Lets go of all messages, or those of a context, that went to a node. Whether there were any."""
         with self._lock:
             every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
-            sent = [message.id for message in every if message.peer == node]
+            sent = [m.id for m in every if m.peer == node and context in (None, m.context)]
         del every
-        self.release(sent)
+        return self.release(sent)
 
     def end(self, id: ContextId) -> ContextState | None:
         """Lets go of a context for good: whoever uses it from now on is told so."""

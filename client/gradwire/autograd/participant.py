@@ -53,10 +53,36 @@ class Participant:
         self.live: set[MessageId] = set()
         """Arguments that came in and are part of some graph, and results that reach third nodes' messages.
         As long as there are none, nothing here reaches a message of another node."""
+        # Reentrant: the destructor of a task ends its pass, at any moment.
+        self._pass_lock = threading.RLock()
+        self._newest_pass = 0
+        self._passes: set[int] = set()
+        """The numbers of the backwards that this node has started and that go on."""
+        self._oldest_passes: dict[int, int] = {}
+        """For each node, the oldest of its backwards that goes on, as far as it is known here."""
         self._closed = False
 
     def new_id(self) -> MessageId:
         return MessageId(self.node, next(self._counter))
+
+    # -- passes
+
+    def start_pass(self) -> MessageId:
+        """A backward starts here."""
+        with self._pass_lock:
+            id = self.new_id()
+            self._passes.add(id.number)
+            self._newest_pass = id.number
+            return id
+
+    def end_pass(self, id: MessageId) -> None:
+        """It is over, well or not: what still comes of it is refused from the next call on."""
+        with self._pass_lock:
+            self._passes.discard(id.number)
+            self._oldest_passes[self.node] = min(self._passes, default=self._newest_pass + 1)
+
+    def is_over(self, pass_id: MessageId) -> bool:
+        return pass_id.number < self._oldest_passes.get(pass_id.node, 0)
 
     # -- as a caller
 
@@ -70,6 +96,7 @@ class Participant:
     ) -> None:
         """Records what a call sends, whose answer settles `pending`."""
         request.autograd.context.CopyFrom(context.proto)
+        request.autograd.oldest_pass = self._oldest_passes.get(context.node, 0)
         sent = None
         if torch.is_grad_enabled():
             # A node's own ambient context ends with the node, and its peers notice that by themselves.
@@ -171,6 +198,9 @@ class Participant:
         self, autograd: autograd_pb2.AutogradMetadata, decoder: wire.Decoder, link: Link | None, what: str
     ) -> None:
         """Makes the arguments of a call part of the graph here."""
+        owner = autograd.context.node
+        if autograd.oldest_pass > self._oldest_passes.get(owner, 0):
+            self._oldest_passes[owner] = autograd.oldest_pass
         if not autograd.HasField("message") or not torch.is_grad_enabled():
             decoder.keep_requires_grad()
             return
@@ -381,11 +411,19 @@ class Participant:
         context = self.store.end(id)
         if context is None:
             return False
-        self._end_elsewhere(context)
+        self._end_elsewhere(context, owner_is_gone=False)
         return True
 
-    def _end_elsewhere(self, context: ContextState) -> None:
-        request = autograd_pb2.CleanupContextRequest(context=context.id.proto).SerializeToString()
+    def end_context_unless_linked(self, id: ContextId, asker: int) -> bool:
+        """Another node has lost the owner of a context: lets go of it, unless this node has not."""
+        if not self.is_linked(id.node):
+            return self.end_context(id)
+        return self.store.release_sent_to(asker, id)
+
+    def _end_elsewhere(self, context: ContextState, *, owner_is_gone: bool) -> None:
+        request = autograd_pb2.CleanupContextRequest(
+            context=context.id.proto, owner_is_gone=owner_is_gone
+        ).SerializeToString()
         for link in list(context.involved):
             try:
                 link.ask(link_pb2.METHOD_CLEANUP_CONTEXT, request, timeout=60.0)
@@ -394,11 +432,12 @@ class Participant:
 
     def forget_client(self, node: int) -> None:
         """A client is gone: so is everything that was held for it, or sent to it."""
-        for context in self.store.drop_owner(node, self._is_linked):
-            self._end_elsewhere(context)
+        self._oldest_passes.pop(node, None)
+        for context in self.store.drop_owner(node, self.is_linked):
+            self._end_elsewhere(context, owner_is_gone=True)
         self.store.release_sent_to(node)
 
-    def _is_linked(self, node: int) -> bool:
+    def is_linked(self, node: int) -> bool:
         return self._find_link(node) is not None
 
     def keep_lease(self, seconds: float) -> None:
@@ -410,7 +449,7 @@ class Participant:
 
     def sweep(self, seconds: float) -> bool:
         """One round of it. Whether there is to be another."""
-        for id in self.store.unused(seconds, self._is_linked):
+        for id in self.store.unused(seconds, self.is_linked):
             if id.node != self.node:
                 self.end_context(id)
         return not self._closed

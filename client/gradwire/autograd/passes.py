@@ -132,12 +132,15 @@ class Task:
         keeps: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
         self.retain_graph = run.retain_graph if run is not None else keeps()
         self._pass_id = run.pass_id if run is not None else None
+        self._started_at: Participant | None = None
+        """The participant that started the pass with this very task."""
         self._sent: list[tuple[Received, Propagation]] = []
         self._finished = False
 
     def pass_id(self, participant: Participant) -> MessageId:
         if self._pass_id is None:
-            self._pass_id = participant.new_id()
+            self._pass_id = participant.start_pass()
+            self._started_at = participant
         return self._pass_id
 
     def is_in_pass(self, pass_id: MessageId) -> bool:
@@ -182,6 +185,8 @@ class Task:
         self._forget()
 
     def _forget(self) -> None:
+        if self._started_at is not None and self._pass_id is not None:
+            self._started_at.end_pass(self._pass_id)
         for received, _ in self._sent:
             for sent in received.depends_on:
                 sent.forget(self.id)

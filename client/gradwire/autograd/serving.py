@@ -29,6 +29,10 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     participant.store.release(message_ids(request.released))
     context = ContextId.parse(request.context)
     pass_id = MessageId.parse(getattr(request, "pass"))
+    if participant.is_over(pass_id):
+        raise NotFound(
+            f"pass {pass_id} is over: its backward failed or was given up, so this no longer counts"
+        )
     decoder = wire.Decoder(request.tensors, exchange.request.attachments)
     exchange.request = type(exchange.request)(b"")  # the gradients live in the decoder now
     run = Run(
@@ -145,8 +149,11 @@ def _encode_contributions(
 def serve_cleanup(participant: Participant, exchange: Exchange) -> None:
     """Lets go. Quick, so it is answered where it is read, before anything that was asked later."""
     request = wire.parse(autograd_pb2.CleanupContextRequest, exchange.request.body)
+    context = ContextId.parse(request.context)
     if request.messages:
         found = participant.store.release(message_ids(request.messages))
+    elif request.owner_is_gone and exchange.link is not None:
+        found = participant.end_context_unless_linked(context, exchange.link.peer.node)
     else:
-        found = participant.end_context(ContextId.parse(request.context))
+        found = participant.end_context(context)
     exchange.reply(autograd_pb2.CleanupContextReply(found=found).SerializeToString())

@@ -25,14 +25,16 @@ class MessageId(_message.Message):
     def __init__(self, node: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class AutogradMetadata(_message.Message):
-    __slots__ = ("context", "message", "depends_on")
+    __slots__ = ("context", "message", "depends_on", "oldest_pass")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     DEPENDS_ON_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PASS_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     message: MessageId
     depends_on: _containers.RepeatedCompositeFieldContainer[MessageId]
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[MessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+    oldest_pass: int
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[MessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ...) -> None: ...
 
 class Autocast(_message.Message):
     __slots__ = ("device_type", "enabled", "dtype")
@@ -155,12 +157,14 @@ class PropagateGradientsReply(_message.Message):
     def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
 
 class CleanupContextRequest(_message.Message):
-    __slots__ = ("context", "messages")
+    __slots__ = ("context", "messages", "owner_is_gone")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    OWNER_IS_GONE_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     messages: _containers.RepeatedCompositeFieldContainer[MessageId]
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+    owner_is_gone: bool
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., owner_is_gone: bool = ...) -> None: ...
 
 class CleanupContextReply(_message.Message):
     __slots__ = ("found",)
