@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format types protos protos-check dist check up down clean
+.PHONY: help install demo test test-slow lint format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -24,6 +24,9 @@ demo: $(INSTALLED) ## train a model split over two workers on this machine, and 
 
 test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, many kills
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(INSTALLED) ## ruff, formatting and the import contracts between the layers
 	@$(BIN)/ruff check .
