@@ -19,6 +19,7 @@ from gradwire.autograd import ContextId, MessageId, applied_modes
 from gradwire.errors import InvalidDeviceMap, MalformedMessage, StaleParameters
 from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.transport import Buffer, Exchange, Link
+from gradwire_server.limits import HoldLimits
 from gradwire_server.objects import Held, Kept, Objects, Recipe, is_data, method_of
 from gradwire_server.registry import Registry, Served
 
@@ -28,11 +29,19 @@ __all__ = ["CallRunner"]
 class CallRunner:
     """Runs calls of one worker's functions, classes and objects."""
 
-    def __init__(self, node: Node, registry: Registry, objects: Objects, limits: wire.Limits) -> None:
+    def __init__(
+        self,
+        node: Node,
+        registry: Registry,
+        objects: Objects,
+        limits: wire.Limits,
+        hold_limits: HoldLimits,
+    ) -> None:
         self._node = node
         self._registry = registry
         self._objects = objects
         self._limits = limits
+        self._hold_limits = hold_limits
         self._methods: dict[tuple[type, str], Served] = {}
 
     @property
@@ -53,6 +62,9 @@ class CallRunner:
             else self._method(target, request.function)
         )
         owner = _asker(request, exchange)
+        if not request.function.startswith("gradwire."):  # letting go must always be possible
+            client = owner if context is None else context.node
+            self._hold_limits.check(self._node.participant.store, self._objects, client)
         # An instance that is called by its name as a function is looked after like any other object.
         module = target or self._objects.of(served.value)
         check_fresh = _freshness(module) if module is not None and torch.is_grad_enabled() else None

@@ -16,8 +16,10 @@ import torch
 import typer
 
 from gradwire import __version__
+from gradwire.transport import LinkSettings
 from gradwire_server import config, loading, logs
 from gradwire_server.errors import DaemonError, LoadFailed
+from gradwire_server.limits import HoldLimits
 from gradwire_server.worker import Worker
 
 __all__ = ["app", "main"]
@@ -225,6 +227,41 @@ def serve(
             "SIZE",
         ),
     ] = None,
+    max_bytes_in_flight: Annotated[
+        int,
+        _option(
+            "max-bytes-in-flight",
+            "How much of large requests a client may have unanswered at a time.",
+            config.byte_size,
+            "SIZE",
+        ),
+    ] = LinkSettings.max_bytes_in_flight,
+    max_contexts_per_client: Annotated[
+        int,
+        _option("max-contexts-per-client", "Contexts of one client.", config.positive_integer, "INTEGER"),
+    ] = HoldLimits.contexts_per_client,
+    max_objects_per_client: Annotated[
+        int,
+        _option(
+            "max-objects-per-client",
+            "Objects of one client that have no name.",
+            config.positive_integer,
+            "INTEGER",
+        ),
+    ] = HoldLimits.objects_per_client,
+    max_held_bytes_per_client: Annotated[
+        int,
+        _option(
+            "max-held-bytes-per-client",
+            "Bytes of results kept for the backward of one client.",
+            config.byte_size,
+            "SIZE",
+        ),
+    ] = HoldLimits.bytes_per_client,
+    max_held_bytes: Annotated[
+        int,
+        _option("max-held-bytes", "The same for all clients together.", config.byte_size, "SIZE"),
+    ] = HoldLimits.bytes,
     health: Annotated[bool, _option("health", "Serve the standard gRPC health service.")] = True,
     reflection: Annotated[
         bool, _option("reflection", "Serve gRPC reflection, for tools such as grpcurl.")
@@ -298,6 +335,13 @@ def serve(
             threads=threads,
             max_queued_calls=max_queued_calls,
             max_queued_calls_per_client=max_queued_calls_per_client,
+            max_bytes_in_flight=max_bytes_in_flight,
+            hold_limits=HoldLimits(
+                contexts_per_client=max_contexts_per_client,
+                objects_per_client=max_objects_per_client,
+                bytes_per_client=max_held_bytes_per_client,
+                bytes=max_held_bytes,
+            ),
             lease=lease,
             lost_after=lost_after,
             grace=grace,

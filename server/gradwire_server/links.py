@@ -168,6 +168,7 @@ class Hub:
         peer = Identity(hello.node, _printable(hello.name) or address)
         conversation = Conversation(self._identity, peer, self._handler, self._settings)
         conversation.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
+        conversation.peer_takes_in_flight(hello.max_bytes_in_flight)
         return _Session(key, conversation, streams, hello.attempt)
 
     def _welcome(self, resumed: bool) -> bytes:
@@ -178,6 +179,7 @@ class Hub:
             resumed=resumed,
             lease_seconds=self._settings.lease,
             max_message_bytes=self._settings.max_message_bytes,
+            max_bytes_in_flight=self._settings.max_bytes_in_flight,
         )
         return frames.envelope(link_pb2.Frame(welcome=welcome))
 

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -130,6 +131,7 @@ class Objects:
         self._names: dict[str, Held] = {}
         self._by_identity: dict[int, list[Held]] = {}
         self._locks: MutableMapping[torch.Tensor, StepLock] = WeakTensorKeyDictionary()
+        self._owned: Counter[int | None] = Counter()
         self.optimizers: weakref.WeakSet[WorkerOptimizer] = weakref.WeakSet()
         self.saved_optimizers: dict[str, dict[str, Any]] = {}
         """What was restored at start of optimizers, until their trainers come back for it."""
@@ -165,6 +167,7 @@ class Objects:
                 locks=self._locks_of(value),
             )
             self._held[held.number] = held
+            self._owned[held.owner] += 1
             if not is_data(value):
                 # Named ones first: they are what others know it by.
                 self._by_identity[id(value)] = [held, *same] if name else [*same, held]
@@ -180,6 +183,11 @@ class Objects:
         for parameter in parameters:
             self._locks.setdefault(parameter, new)
         return frozenset(self._locks[parameter] for parameter in parameters)
+
+    def count(self, owner: int) -> int:
+        """How many objects belong to a client."""
+        with self._lock:
+            return self._owned[owner]
 
     def find(self, ref: value_pb2.RemoteRef) -> Held:
         """The object that a ref names."""
@@ -262,7 +270,8 @@ class Objects:
     def _drop(self, dropped: list[Held]) -> None:
         with self._lock:
             for held in dropped:
-                self._held.pop(held.number, None)
+                if self._held.pop(held.number, None) is not None:
+                    self._owned[held.owner] -= 1
                 others = [one for one in self._by_identity.pop(id(held.value), []) if one is not held]
                 if others:
                     self._by_identity[id(held.value)] = others

@@ -27,6 +27,7 @@ from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.calling import CallRunner
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
 from gradwire_server.execution import QueueLimits, Slots
+from gradwire_server.limits import HoldLimits
 from gradwire_server.links import Hub
 from gradwire_server.objects import Objects
 from gradwire_server.registry import Registry
@@ -80,6 +81,8 @@ class Worker:
         lease: float = LinkSettings.lease,
         lost_after: float = LinkSettings.lost_after,
         max_message_bytes: int = LinkSettings.max_message_bytes,
+        max_bytes_in_flight: int = LinkSettings.max_bytes_in_flight,
+        hold_limits: HoldLimits = HoldLimits(),  # noqa: B008 - frozen
         max_unary_bytes: int = 64 << 20,
         grace: float = 10.0,
         health: bool = True,
@@ -92,7 +95,12 @@ class Worker:
         self._binds = (bind,) if isinstance(bind, str) else tuple(bind)
         self._grace = grace
         self._registry = Registry(served)
-        self._settings = LinkSettings(lease=lease, lost_after=lost_after, max_message_bytes=max_message_bytes)
+        self._settings = LinkSettings(
+            lease=lease,
+            lost_after=lost_after,
+            max_message_bytes=max_message_bytes,
+            max_bytes_in_flight=max_bytes_in_flight,
+        )
         self._node = Node(name)
         self._slots = Slots(
             self._node.pool, QueueLimits(threads, max_queued_calls, max_queued_calls_per_client)
@@ -105,7 +113,7 @@ class Worker:
         store.when_released = lambda ids: self._objects.release(id.number for id in ids)
         store.when_owner_dropped = self._objects.drop_owner
         add_training(self._registry, self._objects)
-        runner = CallRunner(self._node, self._registry, self._objects, wire.Limits())
+        runner = CallRunner(self._node, self._registry, self._objects, wire.Limits(), hold_limits)
         if save_every is not None and state_dir is None:
             raise ValueError("save_every is of no use without a state_dir to save to")
         self._save_every = save_every

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
+import torch
+from tests.faults.test_deaths import wait_for
 from tests.integration.conftest import Launch
 
 import gradwire as gw
@@ -89,3 +93,88 @@ def test_a_greedy_client_does_not_starve_a_modest_one(launch: Launch) -> None:
     finally:
         greedy.close()
         modest.close()
+
+
+HOLDING = """
+import torch
+import gradwire_server as gws
+
+weight = torch.ones((), requires_grad=True)
+
+@gws.expose
+def scale(x):
+    return x * weight
+
+@gws.expose
+def total(x):
+    return float(x.sum())
+
+@gws.expose
+class Thing:
+    pass
+"""
+
+
+def test_a_client_that_makes_a_worker_hold_too_much_is_told(launch: Launch) -> None:
+    daemon = launch(
+        HOLDING,
+        *("--max-held-bytes-per-client", "1MB", "--max-contexts-per-client", "5"),
+        *("--max-objects-per-client", "5"),
+    )
+    with gw.connect(daemon.address) as worker:
+        x = torch.ones(50_000)
+
+        def hold_results() -> None:
+            kept = []
+            for _ in range(20):
+                kept.append(worker.scale(x))
+
+        def hold_objects() -> None:
+            kept = []
+            for _ in range(20):
+                kept.append(worker.create("Thing"))
+
+        def hold_contexts() -> None:
+            with ExitStack() as stack:
+                for _ in range(20):
+                    stack.enter_context(gw.context())
+                    worker.scale(x)
+
+        with pytest.raises(gw.ResourceExhausted, match="bytes of results"):
+            hold_results()
+        # Letting go makes room again.
+        wait_for(lambda: not any(c.results for c in worker.inspect().contexts), "the results going")
+        worker.scale(x).sum().backward()
+        with pytest.raises(gw.ResourceExhausted, match="objects"):
+            hold_objects()
+        wait_for(lambda: _can(lambda: worker.scale(x).sum().backward()), "the objects going")
+        with pytest.raises(gw.ResourceExhausted, match="contexts"):
+            hold_contexts()
+        worker.scale(x).sum().backward()
+
+
+def _can(action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except gw.ResourceExhausted:
+        return False
+    return True
+
+
+def test_large_calls_are_kept_back_while_too_many_bytes_are_in_flight(launch: Launch) -> None:
+    daemon = launch(HOLDING, "--max-bytes-in-flight", "4MB")
+    with gw.connect(daemon.address) as worker:
+        x = torch.ones(500_000)
+        futures = [worker.call_async("total", x) for _ in range(30)]
+        cancelled = futures.pop()
+        assert cancelled.cancel()
+        # Small ones pass by.
+        assert worker.total(torch.ones(3)) == 3
+        assert [future.result(60) for future in futures] == [500_000.0] * 29
+        # One that is larger than the whole window goes alone.
+        assert worker.total(torch.ones(2_000_000)) == 2_000_000
+        # One that is kept back has its deadline all the same.
+        others = [worker.call_async("total", x) for _ in range(30)]
+        with pytest.raises(gw.DeadlineExceeded):
+            worker.call("total", x, timeout=0.001)
+        assert [future.result(60) for future in others] == [500_000.0] * 30

@@ -58,11 +58,14 @@ def _wait_for_release(worker: WorkerUse) -> Remains:
             for context in inspected.contexts:
                 for kind in ("results", "arguments", "gradients"):
                     held[kind] = held.get(kind, 0) + getattr(context, kind)
-            held["contexts"] = len(inspected.contexts)
+            if inspected.contexts:
+                held["contexts"] = len(inspected.contexts)
             # Workers that called this one stay connected, and whoever looks.
             held["clients"] = sum(not _is_expected(client.name) for client in inspected.clients)
             held = {key: number for key, number in held.items() if number}
             if not held or time.monotonic() > give_up_at:
+                for context in inspected.contexts:
+                    print("LEFT", context, inspected.clients)
                 resident, threads = worker.sample()
                 return Remains(held, resident, threads)
             time.sleep(0.2)

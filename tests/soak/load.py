@@ -126,7 +126,7 @@ class Load:
     def backward(self) -> dict[str, int]:
         """Two results of two workers, one of them used twice."""
         first, second = self._random.sample(self._workers, 2)
-        a, b = self._random.uniform(0.5, 2), self._random.uniform(0.5, 2)
+        a, b = self._factor(), self._factor()
         x = self._leaf()
         y = first.mix(x, a)
         (y * second.mix(y, b)).sum().backward()
@@ -151,7 +151,7 @@ class Load:
 
     def chain(self) -> dict[str, int]:
         order = self._random.sample(range(len(self._workers)), self._random.randint(2, len(self._workers)))
-        factors = [self._random.uniform(0.5, 2) for _ in order]
+        factors = [self._factor() for _ in order]
         x = self._leaf()
         addresses = [self._places[at].address for at in order[1:]]
         self._workers[order[0]].chain(x, factors, addresses).sum().backward()
@@ -212,10 +212,10 @@ class Load:
             future.result()
         check(adder.add(0) == sum(numbers), "an object's calls were lost, or counted twice")
         x = self._leaf()
-        kept = worker.remote("mix", x, 1.5)
+        kept = worker.remote("mix", x, 2.0)
         fetched = kept.fetch()
         layer = worker.create("Layer", self._random.randint(0, 1000))
-        check(torch.equal(fetched, served.mix(x, 1.5)), "a value that was kept is not the local one")
+        check(torch.equal(fetched, served.mix(x, 2.0)), "a value that was kept is not the local one")
         check(layer.num_parameters() == served.WIDTH * (served.WIDTH + 1), "a layer has lost parameters")
         if self._random.random() < 0.5:
             kept.delete()
@@ -230,8 +230,11 @@ class Load:
         return self._random.sample(range(len(self._workers)), self._random.choice((1, 1, 2)))
 
     def _leaf(self) -> torch.Tensor:
-        x = torch.randn(3, served.WIDTH, dtype=torch.float64, generator=self._generator)
-        return x.requires_grad_()
+        x = torch.randint(-3, 4, (3, served.WIDTH), generator=self._generator)
+        return x.double().requires_grad_()
+
+    def _factor(self) -> float:
+        return float(self._random.randint(-3, 3))
 
     def _begin(self, at: int, how_many: int) -> list[int]:
         tokens = [next(self._tokens) for _ in range(how_many)]

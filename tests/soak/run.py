@@ -102,6 +102,10 @@ def run(size: Size) -> Iterator[Outcome]:
         yield outcome
 
 
+def _nothing() -> None:
+    """What the first process does: when it ends, all is loaded."""
+
+
 def _start_worker(index: int) -> Daemon:
     # Little room, so that clients are refused now and then and come again.
     limits = ("--threads", "4", "--max-queued-calls", "64", "--max-queued-calls-per-client", "16")
@@ -115,10 +119,13 @@ class _Crowd:
     def __init__(self, outcome: Outcome, folder: Path) -> None:
         self._outcome = outcome
         self._folder = folder
-        self._end = time.monotonic() + outcome.size.seconds
         # Loading torch takes seconds. A server that has done so, and has not used gradwire, forks clients.
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(["tests.soak.client"])
+        first = self._processes.Process(target=_nothing)
+        first.start()
+        first.join()
+        self._end = time.monotonic() + outcome.size.seconds
         self._running: list[tuple[Orders, Any]] = []
         self._all: list[tuple[Orders, Any]] = []
         for _ in range(outcome.size.clients):

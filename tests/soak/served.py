@@ -46,7 +46,8 @@ def echo(x: Any) -> Any:
 
 @gws.expose
 def mix(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return torch.tanh(x * factor) * x.sin()
+    """A polynomial: of whole numbers, its gradients are exact in whatever order they are added up."""
+    return x * (x + factor)
 
 
 @gws.expose

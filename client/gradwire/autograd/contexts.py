@@ -1,7 +1,7 @@
 """Contexts: the gradients and messages of one pass, kept apart from those of others.
 
 Each node has a store. A context exists in the store of every node that the pass reached, under the same
-id. Each client has an ambient context (count 0) for plain `backward()`.
+id. Each client has an ambient context (number 0) for plain `backward()`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -78,6 +79,8 @@ class ContextStore:
         self._arguments: dict[MessageId, SentArguments] = {}
         self._results: dict[MessageId, SentResults] = {}
         self._ended: dict[ContextId, None] = {}
+        self._contexts_of: Counter[int] = Counter()
+        self._bytes_of: Counter[int] = Counter()
         self.when_released: Callable[[Sequence[MessageId]], None] = lambda messages: None
         """Told of all that is released: whoever else uses the same ids lets go of what it holds."""
         self.when_owner_dropped: Callable[[int], None] = lambda node: None
@@ -91,6 +94,7 @@ class ContextStore:
                 if id in self._ended:
                     raise NotFound(f"context {id} has ended, or its lease ran out")
                 context = self._contexts[id] = ContextState(id)
+                self._contexts_of[id.node] += 1
             context.last_used = time.monotonic()
             return context
 
@@ -131,6 +135,7 @@ class ContextStore:
             context.results.add(sent.id)
             context.peers.add(sent.peer)
             self._results[sent.id] = sent
+            self._bytes_of[sent.context.node] += sent.bytes
 
     def arguments(self, id: MessageId) -> SentArguments | None:
         with self._lock:
@@ -144,12 +149,30 @@ class ContextStore:
         with self._lock:
             return [self._results[id] for id in context.results if id in self._results]
 
+    def held_by(self, node: int) -> tuple[int, int]:
+        """How many contexts a client has here, and the bytes of the results that are kept for it."""
+        with self._lock:
+            return self._contexts_of[node], self._bytes_of[node]
+
+    def held_bytes(self) -> int:
+        """The bytes of the results that are kept for all."""
+        with self._lock:
+            return self._bytes_of.total()
+
+    def _pop_results(self, id: MessageId) -> SentResults | None:
+        sent = self._results.pop(id, None)
+        if sent is not None:
+            self._bytes_of[sent.context.node] -= sent.bytes
+            if not self._bytes_of[sent.context.node]:
+                del self._bytes_of[sent.context.node]
+        return sent
+
     def release(self, messages: Sequence[MessageId]) -> bool:
         """Lets go of messages. Whether there were any."""
         released: list[SentArguments | SentResults] = []
         with self._lock:
             for id in messages:
-                for kept in (self._arguments.pop(id, None), self._results.pop(id, None)):
+                for kept in (self._arguments.pop(id, None), self._pop_results(id)):
                     if kept is not None:
                         released.append(kept)
                         context = self._contexts.get(kept.context)
@@ -183,7 +206,11 @@ class ContextStore:
         with self._lock:
             context = self._contexts.pop(id, None)
             messages = [] if context is None else [*context.arguments, *context.results]
-            held = [(self._arguments.pop(m, None), self._results.pop(m, None)) for m in messages]
+            held = [(self._arguments.pop(m, None), self._pop_results(m)) for m in messages]
+            if context is not None:
+                self._contexts_of[id.node] -= 1
+                if not self._contexts_of[id.node]:
+                    del self._contexts_of[id.node]
         del held  # after the lock, as above
         return context
 

@@ -93,6 +93,8 @@ class LinkSettings:
     """How long the accepting end keeps what it holds for a peer that is out of reach."""
     max_message_bytes: int = 1 << 40
     """The largest message, attachments included, that this end takes."""
+    max_bytes_in_flight: int = 4 << 30
+    """How much of large questions may be unanswered at a time. A larger one goes alone."""
     max_body_bytes: int = 64 << 20
     """The largest message body, attachments not included, that this end takes."""
     chunk_bytes: int = 1 << 20

@@ -40,6 +40,7 @@ from gradwire.transport.outbox import Outbox, OutgoingTransfer
 from gradwire.transport.questions import Asked, Served
 from gradwire.transport.retries import Resting
 from gradwire.transport.timers import call_later
+from gradwire.transport.window import Window
 
 __all__ = ["Conversation", "Streams"]
 
@@ -90,6 +91,7 @@ class Conversation(Link):
         self._streams: Streams | None = None
         self._asked: dict[int, Asked] = {}
         self._resting = Resting(self._ask)
+        self._window = Window(settings.max_bytes_in_flight)
         self._served: dict[int, Served] = {}
         self._withdrawn: dict[int, None] = {}
         """Questions that were withdrawn, and that the other end may still be busy with."""
@@ -116,9 +118,12 @@ class Conversation(Link):
         if pending is None:
             pending = Pending()
         self._check_size(body, attachments)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._ask(Asked(method, body, attachments, pending, deadline))
+        self._ask(Asked(method, body, attachments, pending, timeout))
         return pending
+
+    def peer_takes_in_flight(self, max_bytes: int) -> None:
+        """How many bytes of unanswered attachments the other end wants at a time; 0 if it does not matter."""
+        self._window.max_bytes = max_bytes or (1 << 62)
 
     def _ask(self, asked: Asked) -> None:
         with self._lock:
@@ -126,17 +131,43 @@ class Conversation(Link):
                 raise self._ended.again()
             if self._streams is None and not self.settings.wait_for_ready:
                 raise ConnectFailed(f"{self.peer} is out of reach right now", worker=str(self.peer))
+            if not self._window.admits(asked):
+                self._keep_back(asked)
+                return
             id = next(self._request_ids)
             self._asked[id] = asked
             asked.pending.abandon = partial(self._withdraw, id, None)
-            if asked.deadline is not None:
-                left = max(asked.deadline - time.monotonic(), 0.0)
-                asked.timer = call_later(left, partial(self._time_out, id, left))
+            self._start_timer(asked, partial(self._withdraw, id))
             if self._streams is not None:
                 self._send_question(self._streams, id, asked)
         if asked.pending.cancelled():
             # It was cancelled before it knew whom to tell.
             self._withdraw(id, None)
+
+    def _start_timer(self, asked: Asked, give_up: Callable[[GradwireError], None]) -> None:
+        asked.stop_timer()
+        if asked.deadline is not None:
+            left = max(asked.deadline - time.monotonic(), 0.0)
+            message = f"{self.peer} did not answer within {asked.timeout:g} s"
+            error = DeadlineExceeded(message, worker=str(self.peer))
+            asked.timer = call_later(left, partial(give_up, error))
+
+    def _keep_back(self, asked: Asked) -> None:
+        """There are too many bytes in flight for it now."""
+        asked.pending.abandon = partial(self._leave_window, asked)
+        self._start_timer(asked, partial(self._give_up_kept_back, asked))
+
+    def _give_up_kept_back(self, asked: Asked, error: GradwireError) -> None:
+        self._leave_window(asked)
+        asked.pending.settle(error)
+
+    def _leave_window(self, asked: Asked) -> None:
+        """It is over with a question: others may be sent now."""
+        for following in self._window.leave(asked):
+            try:
+                self._ask(following)
+            except GradwireError as error:
+                following.pending.settle(error)
 
     def _check_size(self, body: bytes, attachments: Sequence[Sendable]) -> None:
         if len(body) > self.settings.max_body_bytes:
@@ -151,10 +182,6 @@ class Conversation(Link):
                 f"that {self.peer} takes",
                 worker=str(self.peer),
             )
-
-    def _time_out(self, id: int, timeout: float) -> None:
-        error = DeadlineExceeded(f"{self.peer} did not answer within {timeout:g} s", worker=str(self.peer))
-        self._withdraw(id, error)
 
     def _withdraw(self, id: int, error: GradwireError | None) -> None:
         """Stops waiting for an answer, and tells the other end."""
@@ -175,6 +202,7 @@ class Conversation(Link):
         asked.stop_timer()
         if error is not None:
             asked.pending.settle(error)
+        self._leave_window(asked)
 
     # -- sending; all with the lock held
 
@@ -403,6 +431,7 @@ class Conversation(Link):
         if asked is None:
             return
         asked.stop_timer()
+        self._leave_window(asked)
         if reply.WhichOneof("outcome") == "error":
             if not reply.error.worker:
                 reply.error.worker = str(self.peer)
@@ -469,6 +498,7 @@ class Conversation(Link):
                 streams.control.put(farewell)
                 streams.control.close()
         self._resting.end(error)
+        self._window.end(error)
         for asked in all_asked.values():
             asked.stop_timer()
             asked.pending.settle(error.again())

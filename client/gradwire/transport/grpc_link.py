@@ -209,6 +209,7 @@ class GrpcLink(Conversation):
             attempt=attempt,
             resume=self._welcomed,
             max_message_bytes=self.settings.max_message_bytes,
+            max_bytes_in_flight=self.settings.max_bytes_in_flight,
         )
         outbox.put(frames.envelope(link_pb2.Frame(hello=hello)))
         # Frames are bytes already: no serializers.
@@ -245,6 +246,7 @@ class GrpcLink(Conversation):
             )
         self.peer = peer
         self.peer_max_message_bytes = welcome.max_message_bytes
+        self.peer_takes_in_flight(welcome.max_bytes_in_flight)
         self._welcomed = True
 
     def _read(self, call: Any, streams: Streams) -> None:

@@ -23,7 +23,17 @@ Answer = tuple[bytes | link_pb2.Error, Sequence[Sendable]]
 class Asked:
     """A question that this end asked and that is not answered yet."""
 
-    __slots__ = ("attachments", "body", "deadline", "method", "pending", "refusals", "timer")
+    __slots__ = (
+        "attachments",
+        "body",
+        "deadline",
+        "method",
+        "pending",
+        "refusals",
+        "refused_since",
+        "timeout",
+        "timer",
+    )
 
     def __init__(
         self,
@@ -31,16 +41,23 @@ class Asked:
         body: bytes,
         attachments: Sequence[Sendable],
         pending: Pending,
-        deadline: float | None,
+        timeout: float | None,
     ) -> None:
         self.method = method
         self.body = body
         self.attachments = attachments
         self.pending = pending
-        self.deadline = deadline
+        self.timeout = timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
         self.timer: Timer | None = None
         self.refusals = 0
         """How often the other end was too busy for it."""
+        self.refused_since = 0.0
+
+    @property
+    def size(self) -> int:
+        """Bytes of its attachments."""
+        return sum(len(attachment.view) for attachment in self.attachments)
 
     def stop_timer(self) -> None:
         if self.timer is not None:

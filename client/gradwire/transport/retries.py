@@ -16,10 +16,12 @@ from gradwire.transport.timers import Timer, call_later
 __all__ = ["Resting"]
 
 _LONGEST_REST = 5.0
+_PATIENCE_SECONDS = 120.0
+"""How long a question without a deadline is asked again and again."""
 
 
 class Resting:
-    """Asks again, with growing and random pauses, for as long as the question's deadline allows.
+    """Asks again, with growing and random pauses, for as long as the question's deadline or patience allows.
 
     The other end refused without running anything, so asking again cannot make it run twice.
     """
@@ -36,7 +38,10 @@ class Resting:
         pause = min(error.retry_after_seconds * 2**asked.refusals, _LONGEST_REST)
         # Jitter: those who were refused together must not come back together.
         pause *= random.uniform(0.5, 1.5)
-        if asked.deadline is not None and time.monotonic() + pause >= asked.deadline:
+        if asked.refusals == 0:
+            asked.refused_since = time.monotonic()
+        give_up_at = asked.refused_since + _PATIENCE_SECONDS if asked.deadline is None else asked.deadline
+        if time.monotonic() + pause >= give_up_at:
             return False
         asked.refusals += 1
         with self._lock:

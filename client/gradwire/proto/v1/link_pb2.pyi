@@ -51,7 +51,7 @@ class Frame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "node", "name", "session", "role", "attempt", "resume", "max_message_bytes")
+    __slots__ = ("protocol", "node", "name", "session", "role", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight")
     class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ROLE_UNSPECIFIED: _ClassVar[Hello.Role]
@@ -68,6 +68,7 @@ class Hello(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: int
     name: str
@@ -76,23 +77,26 @@ class Hello(_message.Message):
     attempt: int
     resume: bool
     max_message_bytes: int
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    max_bytes_in_flight: int
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "node", "name", "resumed", "lease_seconds", "max_message_bytes")
+    __slots__ = ("protocol", "node", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: int
     name: str
     resumed: bool
     lease_seconds: float
     max_message_bytes: int
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    max_bytes_in_flight: int
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("id", "method", "body", "transfers", "timeout_seconds")

@@ -1,0 +1,70 @@
+"""Bytes in flight: large questions are kept back while too much of earlier ones is unanswered."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from gradwire.errors import GradwireError
+from gradwire.transport.questions import Asked
+
+__all__ = ["Window"]
+
+
+class Window:
+    """Lets questions with attachments through as long as those before them leave room.
+
+    One that is larger than the whole window goes when it is alone. Small questions always go.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._in_flight: dict[Asked, int] = {}
+        self._used = 0
+        self._kept_back: OrderedDict[Asked, None] = OrderedDict()
+
+    def admits(self, asked: Asked) -> bool:
+        """Whether a question may be sent now; if not, `leave` gives it back when it is its turn."""
+        if not asked.attachments:
+            return True
+        with self._lock:
+            if asked in self._in_flight:
+                return True
+            size = asked.size
+            if self._kept_back or (self._in_flight and self._used + size > self.max_bytes):
+                self._kept_back[asked] = None
+                return False
+            self._enter(asked, size)
+            return True
+
+    def leave(self, asked: Asked) -> list[Asked]:
+        """A question was answered or withdrawn. Those that may be sent now."""
+        if not asked.attachments:
+            return []
+        with self._lock:
+            self._kept_back.pop(asked, None)
+            self._used -= self._in_flight.pop(asked, 0)
+            ready = []
+            while self._kept_back:
+                following = next(iter(self._kept_back))
+                size = following.size
+                if self._in_flight and self._used + size > self.max_bytes:
+                    break
+                del self._kept_back[following]
+                self._enter(following, size)
+                ready.append(following)
+            return ready
+
+    def end(self, error: GradwireError) -> None:
+        """Nothing will be sent any more."""
+        with self._lock:
+            kept_back, self._kept_back = self._kept_back, OrderedDict()
+            self._in_flight.clear()
+        for asked in kept_back:
+            asked.stop_timer()
+            asked.pending.settle(error.again())
+
+    def _enter(self, asked: Asked, size: int) -> None:
+        self._in_flight[asked] = size
+        self._used += size
