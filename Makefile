@@ -2,13 +2,14 @@
 
 PYTHON ?= python3
 ARGS ?=
+SECONDS ?= 120
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format types protos protos-check dist check up down clean
+.PHONY: help install demo test test-slow bench soak lint format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +28,12 @@ test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest
 
 test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, many kills
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+soak: $(INSTALLED) ## everything at once with faults at random, for SECONDS=120; ARGS="--seed 7"
+	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
+
+bench: $(INSTALLED) ## measure calls between two processes on this machine
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 lint: $(INSTALLED) ## ruff, formatting and the import contracts between the layers
 	@$(BIN)/ruff check .

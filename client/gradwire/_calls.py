@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -49,6 +50,10 @@ class CallFuture(Pending):
                     self._decode = None
                     self._result = None
             return self._value
+        except concurrent.futures.CancelledError as error:
+            if isinstance(error, Cancelled):
+                raise
+            raise Cancelled("the call was cancelled") from None
         finally:
             # Else an exception, whose traceback has this frame, would refer to itself by way of the future,
             # and keep the locals of all frames that it passed until the collector comes.

@@ -42,6 +42,8 @@ class Node:
             link_pb2.METHOD_PROPAGATE_GRADIENTS: self._serve_propagate,
             link_pb2.METHOD_CLEANUP_CONTEXT: partial(serve_cleanup, self.participant),
         }
+        self._runs = 0
+        self._runs_changed = threading.Condition()
         self._lock = threading.Lock()
         self._links: dict[int, list[Link]] = {}
         self._places: dict[tuple[str, LinkSettings], SharedLink] = {}
@@ -66,8 +68,23 @@ class Node:
         return errors.ProtocolError(f"{self.identity.name} does not know method {method}")
 
     def _serve_propagate(self, exchange: Exchange) -> None:
+        with self._runs_changed:
+            self._runs += 1
         # A thread of its own for each, without a ceiling: runs wait for one another.
-        self.pool.submit(self.answer, exchange, partial(serve_propagate, self.participant))
+        self.pool.submit(self._run_backward, exchange)
+
+    def _run_backward(self, exchange: Exchange) -> None:
+        try:
+            self.answer(exchange, partial(serve_propagate, self.participant))
+        finally:
+            with self._runs_changed:
+                self._runs -= 1
+                self._runs_changed.notify_all()
+
+    def wait_for_backwards(self, timeout: float) -> bool:
+        """Whether all backwards that others asked for were done in time."""
+        with self._runs_changed:
+            return self._runs_changed.wait_for(lambda: self._runs == 0, timeout)
 
     def answer(
         self,
@@ -121,7 +138,9 @@ class Node:
             if links:
                 return
             self._links.pop(node, None)
-        self.participant.forget_client(node)
+        # One that closed this link may still come by way of others. One that leaves, or is lost, is gone.
+        closed = link.ended if isinstance(link.ended, errors.LinkClosed) else None
+        self.participant.forget_client(node, is_gone=closed is None or closed.leaving)
 
     def place_for(self, target: str, settings: LinkSettings) -> SharedLink:
         """Where the link to a worker is, or will be."""
@@ -130,14 +149,16 @@ class Node:
                 raise errors.LinkClosed(f"{self.identity.name} has been shut down")
             key = (target, settings)
             if key not in self._places:
-                self._places[key] = SharedLink(self.participant, lambda: self._connect(target, settings))
+                self._places[key] = SharedLink(
+                    self.participant, target, lambda left: self._connect(target, settings, left)
+                )
             return self._places[key]
 
-    def _connect(self, target: str, settings: LinkSettings) -> Link:
+    def _connect(self, target: str, settings: LinkSettings, left: float | None) -> Link:
         if self._closed:
             raise errors.LinkClosed(f"{self.identity.name} has been shut down")
         link = GrpcLink(target, self.identity, self.handle, settings)
-        link.connect(deadline())
+        link.connect(left)
         self.met(link)
         return link
 
@@ -147,7 +168,7 @@ class Node:
             self._closed = True
             places, self._places = list(self._places.values()), {}
         for place in places:
-            place.close()
+            place.close(leaving=True)
         self.participant.close()
         self.pool.shutdown(wait=False)
 
@@ -155,23 +176,35 @@ class Node:
 class SharedLink:
     """A place for the link to one worker, made when it is first needed and again when it was lost."""
 
-    def __init__(self, participant: Participant, connect: Callable[[], Link]) -> None:
+    def __init__(
+        self, participant: Participant, target: str, connect: Callable[[float | None], Link]
+    ) -> None:
         self.participant = participant
+        self._target = target
         self._connect = connect
+        self._connecting = threading.Lock()
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def get(self) -> Link:
+        """The link. Connects if need be, for as long as the deadline in force allows."""
         refuse_if_forked()
         link = self._link
         if link is not None and link.ended is None:
             return link
         # Whoever comes while another connects waits for the same connection.
-        with self._lock:
+        left = deadline()
+        if not self._connecting.acquire(timeout=-1 if left is None else left):
+            raise errors.DeadlineExceeded(
+                f"no time left to wait for the connection to {self._target}", worker=self._target
+            )
+        try:
             if self._link is None or self._link.ended is not None:
-                self._link = self._connect()
+                self._link = self._connect(deadline())
             return self._link
+        finally:
+            self._connecting.release()
 
     @property
     def link(self) -> Link | None:
@@ -191,11 +224,10 @@ class SharedLink:
         if unused:
             self.close()
 
-    def close(self) -> None:
-        with self._lock:
-            link, self._link = self._link, None
+    def close(self, *, leaving: bool = False) -> None:
+        link, self._link = self._link, None
         if link is not None:
-            link.close()
+            link.close(leaving=leaving)
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradwire import _calls
-from gradwire.autograd import MessageId
 from gradwire.proto.v1 import value_pb2
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class RemoteRef:
         self._message = message
         # What the destructor needs, which must not look for anything: it may run while Python shuts down.
         self._releases = None if message.name or borrowed else worker._releases()
-        self._id = MessageId(message.node.id, message.ref)
+        self._id = HandleId(message.node.id, message.ref)
 
     @property
     def worker(self) -> RemoteWorker:

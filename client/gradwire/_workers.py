@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -14,8 +16,9 @@ from gradwire._devices import NO_MAP, Device, DeviceMap
 from gradwire._node import Node, SharedLink, current_node
 from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, time_left
+from gradwire._scope import timeout as scope_timeout
 from gradwire.autograd import ContextId, Releases
-from gradwire.errors import GradwireError, LinkClosed, NotFound
+from gradwire.errors import ConnectFailed, GradwireError, LinkClosed, NotFound
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2, value_pb2
 from gradwire.transport import Link, LinkSettings, Traffic
 
@@ -91,17 +94,19 @@ class RemoteWorker:
         target: value_pb2.RemoteRef | None = None,
         keep: autograd_pb2.Keep | None = None,
     ) -> CallFuture:
-        return _calls.start_call(
-            self._link,
-            function,
-            args,
-            kwargs,
-            timeout=timeout,
-            target=target,
-            keep=keep,
-            devices=self._devices,
-            resolve_ref=self._adopt,
-        )
+        # The time to connect, if that has to be done first, counts.
+        with nullcontext() if timeout is None else scope_timeout(timeout):
+            return _calls.start_call(
+                self._link,
+                function,
+                args,
+                kwargs,
+                timeout=timeout,
+                target=target,
+                keep=keep,
+                devices=self._devices,
+                resolve_ref=self._adopt,
+            )
 
     # -- values that stay there
 
@@ -310,13 +315,25 @@ def connect(
     devices = NO_MAP if device_map is None else DeviceMap(device_map)
     node = current_node()
     targets = [target] if isinstance(target, str) else target
+    for one in targets:
+        _check_address(one)
     workers = [RemoteWorker(node.place_for(one, settings), one, devices) for one in targets]
     if len(workers) == 1:
         workers[0]._ready()
     else:
-        for ready in [node.pool.submit(worker._ready) for worker in workers]:
+        # In this thread's context, for the deadline in force.
+        for ready in [node.pool.submit(copy_context().run, worker._ready) for worker in workers]:
             ready.result()
     return workers[0] if isinstance(target, str) else workers
+
+
+def _check_address(target: str) -> None:
+    """Fails at once for what can be no address, rather than when the time to connect is over."""
+    if target.startswith(("unix:", "dns:", "ipv4:", "ipv6:")):
+        return  # gRPC's own forms
+    host, _, port = target.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConnectFailed(f"{target!r} is no address: HOST:PORT or unix:PATH", worker=target)
 
 
 def caller() -> RemoteWorker:
@@ -360,7 +377,9 @@ class _CallerHandle(RemoteWorker):
     """Whoever called. Its link is not ours to close, nor to open again."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(SharedLink(current_node().participant, lambda: link), str(link.peer))
+        super().__init__(
+            SharedLink(current_node().participant, str(link.peer), lambda _: link), str(link.peer)
+        )
 
     def close(self) -> None:
         self._closed = True

@@ -16,6 +16,7 @@
     │   ├── AlreadyExists (ValueError)      something of that name is there already
     │   ├── StaleParameters (RuntimeError)  parameters were stepped between a forward and its backward
     │   ├── StepRefused (RuntimeError)      an optimizer step was not made, on any worker
+    │   ├── StepTorn (RuntimeError)         it was made on some workers and not, or not known to be, on others
     │   ├── NotFound (LookupError)          no such context, message or ref, or no longer
     │   ├── PermissionDenied (PermissionError)
     │   ├── ResourceExhausted               a limit was reached; `retry_after` may say when to try again
@@ -64,6 +65,7 @@ __all__ = [
     "ResourceExhausted",
     "StaleParameters",
     "StepRefused",
+    "StepTorn",
     "Unavailable",
     "Unencodable",
     "UnknownFunction",
@@ -107,6 +109,9 @@ class WorkerLost(LinkError):
 
 class LinkClosed(LinkError):
     """This end closed the link, or the other said goodbye."""
+
+    leaving: bool = False
+    """Whether the other process goes altogether, and did not just close this link."""
 
 
 class ProtocolError(LinkError):
@@ -153,12 +158,28 @@ class StaleParameters(CallRefused, RuntimeError):
 
 
 class StepRefused(CallRefused, RuntimeError):
-    """An optimizer step was not made, on any worker. `reason` says why in a word:
+    """An optimizer step was certainly not made, on any worker: it can be tried again.
 
-    "missing" (no gradients), "nonfinite", "busy" (with another trainer), "lost" (a worker), or "error".
+    `reason` says why in a word: "missing" (no gradients), "nonfinite", "busy" (with another trainer), "lost"
+    (a worker), or "error".
     """
 
     reason: str = ""
+
+
+class StepTorn(CallRefused, RuntimeError):
+    """An optimizer step was made on some workers and not, or not known to be, on others.
+
+    Go on from a checkpoint: tried again, it would be made twice where it was made. It was not made in this
+    process.
+    """
+
+    made: tuple[str, ...] = ()
+    """The workers that made it."""
+    unknown: tuple[str, ...] = ()
+    """Those that may have made it: the answer was lost."""
+    failed: tuple[str, ...] = ()
+    """Those that did not make it, or failed in the middle of it."""
 
 
 class PermissionDenied(CallRefused, PermissionError):
@@ -169,6 +190,8 @@ class ResourceExhausted(CallRefused):
     """A limit of the worker was reached. `retry_after` says in how many seconds to try again, if known."""
 
     retry_after: float | None = None
+    not_started: bool = False
+    """Whether it was refused before anything ran; only then gradwire itself tries again."""
 
 
 class Unavailable(CallRefused):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -139,6 +139,16 @@ class RemoteModule(torch.nn.Module):
             self._verb("to", None, wanted.pop())
         return self
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """What stands for its parameters; nothing with ``recurse=False``.
+
+        DistributedDataParallel asks so, and would wait for a gradient that never comes to this process.
+        """
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
     def _verb(self, name: str, *args: object) -> Any:
         return _verb(self.ref, name, *args)
 
@@ -228,9 +238,24 @@ class RemoteParameters(torch.nn.Parameter):
 
 
 class _RemoteGradients(torch.Tensor):
-    """What `grad` of RemoteParameters is: it can be zeroed."""
+    """What `grad` of RemoteParameters is: it can be zeroed.
+
+    It has no elements. Whatever else is done with it, such as clipping, would silently leave out the
+    gradients on the worker, and so is refused.
+    """
 
     _ref: RemoteRef
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _ALLOWED_ON_GRADIENTS:
+            raise TypeError(
+                "these gradients are on a worker: to clip them, together with those in this process, use "
+                "optimizer.clip_grad_norm_ of a gw.optim.DistributedOptimizer"
+            )
+        return _Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})
 
     def _of(self, ref: RemoteRef) -> Self:
         self._ref = ref
@@ -239,6 +264,14 @@ class _RemoteGradients(torch.Tensor):
     def zero_(self) -> Self:
         _verb(self._ref, "zero_grad")
         return self
+
+
+_Tensor: Any = torch.Tensor
+_ALLOWED_ON_GRADIENTS = (
+    *(_Tensor.requires_grad_, _Tensor.detach_, _Tensor.detach),
+    *(_Tensor.grad_fn.__get__, _Tensor.__repr__),
+)
+"""What zero_grad and requires_grad_ of a local module around a remote one need; and being shown."""
 
 
 def _verb(ref: RemoteRef, name: str, *args: object) -> Any:

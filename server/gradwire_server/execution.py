@@ -92,6 +92,7 @@ class Slots:
             error = ResourceExhausted(f"too many calls {whose}wait already ({own or self._queued})")
             # About as long as it takes until there is room again.
             error.retry_after = min(max(self._seconds_per_task, 0.005), 1.0)
+            error.not_started = True
             raise error
         self._unfinished += 1
         self._queued += 1
@@ -133,8 +134,13 @@ class Slots:
         try:
             self._pool.submit(self._run, task)
         except RuntimeError:
-            # The pool was shut down: nobody waits for this task any more.
-            self._finish()
+            # The pool was shut down: nobody waits for this task any more, nor for those behind it.
+            with self._idle:
+                self._running -= 1
+                self._unfinished -= 1 + self._queued
+                self._queues.clear()
+                self._queued = 0
+                self._idle.notify_all()
 
     def _finish(self) -> None:
         with self._idle:

@@ -44,6 +44,7 @@ class HoldLimits:
             )
             # Others may let go of theirs meanwhile.
             error.retry_after = _COME_AGAIN_SECONDS
+            error.not_started = True
             raise error
         if objects.count(client) > self.objects_per_client:
             raise ResourceExhausted(

@@ -86,7 +86,7 @@ class Hub:
         for session in sessions:
             if session.lease is not None:
                 session.lease.cancel()
-            session.conversation.close()
+            session.conversation.close(leaving=True)
 
     def join(self, timeout: float) -> None:
         """Waits for the threads that read; they end with their streams."""

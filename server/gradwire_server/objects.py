@@ -25,7 +25,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire._scope import current_scope
-from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, UnknownFunction
+from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StepRefused, UnknownFunction
 from gradwire.proto.v1 import value_pb2
 from gradwire_server.registry import Served, method_names
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Kept", "Objects", "Recipe", "StepLock", "is_data", "method_of", "taken"]
 
 log = logging.getLogger("gradwire.server")
+
+_PATIENCE_SECONDS = 60.0
+"""How long what has no deadline waits for a step that was prepared."""
 
 _DATA = (
     *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, slice),
@@ -184,6 +187,11 @@ class Objects:
             self._locks.setdefault(parameter, new)
         return frozenset(self._locks[parameter] for parameter in parameters)
 
+    @property
+    def has_prepared_steps(self) -> bool:
+        """Whether a trainer has yet to say what becomes of a step that was prepared."""
+        return any(optimizer.is_prepared for optimizer in list(self.optimizers))
+
     def count(self, owner: int) -> int:
         """How many objects belong to a client."""
         with self._lock:
@@ -223,10 +231,21 @@ class Objects:
 
     @contextmanager
     def unchanging(self, values: Iterable[object]) -> Iterator[None]:
-        """No optimizer changes these objects meanwhile."""
+        """No optimizer changes these objects meanwhile.
+
+        Waits for a step that is being made or prepared, but not for ever: its trainer may have stalled.
+        """
         found = [held for held in map(self.of, values) if held is not None]
-        locks = taken(lock for held in found for lock in held.locks)
-        assert locks is not None  # it waits for as long as it takes
+        limit = current_scope().deadline
+        locks = taken(
+            (lock for held in found for lock in held.locks),
+            time.monotonic() + _PATIENCE_SECONDS if limit is None else limit,
+        )
+        if locks is None:
+            names = ", ".join(held.name or type(held.value).__name__ for held in found[:5])
+            error = StepRefused(f"{names}: a trainer is about to step, and does not go on")
+            error.reason = "busy"
+            raise error
         with locks:
             yield
 

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import gradwire
+from gradwire._stepping import HALF_MADE, MADE, NOT_MADE, UNKNOWN, Rehearsal, sum_of_powers
 from gradwire.errors import StepRefused, WrongArguments
 from gradwire_server.objects import Held, Objects, taken
 from gradwire_server.registry import Registry
@@ -53,6 +54,7 @@ class Optimizers:
             uid, optimizer, [held for helds in held_groups for held in helds], self._objects
         )
         if resume:
+            made.is_first = False
             self._resume(made)
         return made
 
@@ -62,7 +64,9 @@ class Optimizers:
         before = next((one for one in others if one.uid == made.uid), None)
         if before is not None:
             before.gradwire_close()
+            # This waits for a step that is being made; no other is made there any more.
             made.load_state_dict(before.state_dict())
+            made.remember_steps_of(before)
             return
         saved = self._objects.saved_optimizers.get(made.uid)
         if saved is not None:
@@ -107,17 +111,27 @@ class WorkerOptimizer:
         self.modules = sorted({held.number: held for held in modules}.values(), key=lambda held: held.number)
         self._objects = objects
         self._locks = {lock for held in self.modules for lock in held.locks}
-        self._rehearsal = gradwire.optim.Rehearsal(optimizer)
+        self._rehearsal = Rehearsal(optimizer)
         self._lock = threading.Lock()
         self._prepared: tuple[int, dict[torch.Tensor, torch.Tensor], ExitStack] | None = None
         self._given_up = 0.0
         """The last ticket that was given up. Asked to prepare it late, must not hold the locks for it."""
         self._committed = 0
+        self._half_made = 0
+        self._arrived = 0
+        """The last ticket that a step was asked for with."""
+        self.is_first = True
+        """Whether it knows of all steps of its trainer: there was none before it."""
         objects.optimizers.add(self)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a step waits for its commit."""
+        return self._prepared is not None
 
     # -- called by the trainer
 
@@ -130,8 +144,7 @@ class WorkerOptimizer:
         patience: float,
     ) -> None:
         """Checks that a step can be made, and keeps others from making one until commit or abort."""
-        # Whatever came of an earlier one, its trainer has gone on.
-        self.abort(ticket - 1)
+        self._arrive(ticket)
         gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience)
         with self._lock:
             if ticket > self._given_up:
@@ -152,7 +165,7 @@ class WorkerOptimizer:
             self._committed = ticket
         _, gradients, held = prepared
         with held:
-            self._step(gradients)
+            self._step(ticket, gradients)
 
     def abort(self, ticket: float) -> None:
         """Gives up what was prepared up to this ticket, now or when it arrives late."""
@@ -165,19 +178,52 @@ class WorkerOptimizer:
         prepared[2].close()
 
     def step(
-        self, options: list[dict[str, Any]], skip_nonfinite: bool, allow_missing: bool, patience: float
+        self,
+        ticket: int,
+        options: list[dict[str, Any]],
+        skip_nonfinite: bool,
+        allow_missing: bool,
+        patience: float,
     ) -> None:
         """Both parts at once, for a trainer that has no other worker to agree with."""
+        self._arrive(ticket)
         gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience)
         with held:
-            self._step(gradients)
+            with self._lock:
+                if ticket <= self._given_up:
+                    raise _refused("lost", "the step was given up before it was made")
+                self._committed = ticket
+            self._step(ticket, gradients)
+
+    def outcome(self, ticket: int) -> str:
+        """What became of a step, for a trainer that got no answer. If it was not made, it never will be."""
+        self.abort(ticket)
+        # Not while it is being made.
+        with self._objects.unchanging([held.value for held in self.modules]), self._lock:
+            if ticket == self._half_made:
+                return HALF_MADE
+            if ticket == self._committed:
+                return MADE
+            return NOT_MADE if self.is_first or ticket <= self._arrived else UNKNOWN
+
+    def remember_steps_of(self, before: WorkerOptimizer) -> None:
+        """Takes the place of another one, which makes no steps any more."""
+        self._committed, self._half_made = before._committed, before._half_made
+        self._given_up, self._arrived = before._arrived, before._arrived
+        self.is_first = before.is_first
+
+    def _arrive(self, ticket: int) -> None:
+        with self._lock:
+            self._arrived = max(self._arrived, ticket)
+        # Whatever came of an earlier one, its trainer has gone on.
+        self.abort(ticket - 1)
 
     def zero_grad(self) -> None:
         gradwire.current_context().zero_grad(self.parameters)
 
     def sum_of_powers(self, norm_type: float) -> float:
         """The part of these gradients in a norm: the sum of their powers, or the largest for infinity."""
-        return gradwire.optim.sum_of_powers(self._gradients().values(), norm_type)
+        return sum_of_powers(self._gradients().values(), norm_type)
 
     def scale_gradients(self, factor: float) -> None:
         gradwire.current_context().scale_gradients(self.parameters, factor)
@@ -254,7 +300,7 @@ class WorkerOptimizer:
             for name, parameter in held.value.named_parameters():
                 yield f"{prefix}.{name}", parameter
 
-    def _step(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    def _step(self, ticket: int, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
         with ExitStack() as stack:
             lenient = tuple(p for held in self.modules if held.allow_stale for p in held.value.parameters())
             if lenient:
@@ -264,7 +310,11 @@ class WorkerOptimizer:
             for parameter in self.parameters:
                 parameter.grad = gradients.get(parameter)
             stack.callback(self._forget_grad)
-            self._optimizer.step()
+            try:
+                self._optimizer.step()
+            except BaseException:
+                self._half_made = ticket
+                raise
         self.changes += 1
         for held in self.modules:
             held.steps += 1

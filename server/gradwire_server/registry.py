@@ -282,7 +282,7 @@ def _signature(value: Callable[..., object]) -> inspect.Signature | None:
 def _describe_callable(
     name: str, value: object, signature: inspect.Signature | None
 ) -> describe_pb2.Function:
-    described = describe_pb2.Function(name=name, doc=inspect.getdoc(value) or "")
+    described = describe_pb2.Function(name=name, doc=_doc(value))
     if signature is None:
         return described
     described.returns = _text(signature.return_annotation)
@@ -296,6 +296,13 @@ def _describe_callable(
             )
         )
     return described
+
+
+def _doc(value: object) -> str:
+    """The docstring. Of a class only its own: that of torch.nn.Module says nothing about it."""
+    if inspect.isclass(value):
+        return inspect.cleandoc(vars(value).get("__doc__") or "")
+    return inspect.getdoc(value) or ""
 
 
 def _text(annotation: object) -> str:

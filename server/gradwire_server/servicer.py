@@ -15,7 +15,7 @@ from gradwire import __version__, wire
 from gradwire._node import Node
 from gradwire._scope import current_scope, entered
 from gradwire.autograd import ContextId, applied_modes, message_ids, message_protos, nbytes
-from gradwire.errors import Unavailable
+from gradwire.errors import MalformedMessage, Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.transport import Exchange, faults
 from gradwire_server.calling import CallRunner
@@ -49,7 +49,7 @@ class Servicer:
         """Hands work to a thread of its own, unless the worker is shutting down."""
 
         def handle(exchange: Exchange) -> None:
-            if self.draining:
+            if self.draining and not _ends_what_was_begun(exchange):
                 error = Unavailable(f"{self.name} is shutting down", worker=self.name)
                 exchange.fail(faults.describe(error, self.name))
             else:
@@ -115,6 +115,15 @@ class Servicer:
         for node, link in clients.items():
             reply.clients.add(name=link.peer.name, node=f"{node:016x}", connected=link.connected)
         exchange.reply(reply.SerializeToString())
+
+
+def _ends_what_was_begun(exchange: Exchange) -> bool:
+    """Whether a call ends a step that was prepared: refusing it would leave others with half a step."""
+    try:
+        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, exchange.request.body)
+    except MalformedMessage:
+        return False
+    return request.HasField("target") and request.function in ("commit", "abort", "outcome")
 
 
 def _resident_bytes() -> int:

@@ -42,6 +42,7 @@ log = logging.getLogger("gradwire.server")
 
 _MAX_STREAM_THREADS = 10_000
 """Each open stream holds a thread of gRPC's pool for as long as it is open."""
+_POLL_SECONDS = 0.02
 _FAREWELL_SECONDS = 1.0
 
 _UNARY_METHODS = {
@@ -110,7 +111,8 @@ class Worker:
             self._objects.keep(instance, owner=None, name=instance_name, permanent=True)
         store = self._node.participant.store
         # Objects have ids from the same count as messages, and are released by the same means.
-        store.when_released = lambda ids: self._objects.release(id.number for id in ids)
+        node_id = self._node.identity.node
+        store.when_released = lambda ids: self._objects.release(id.number for id in ids if id.node == node_id)
         store.when_owner_dropped = self._objects.drop_owner
         add_training(self._registry, self._objects)
         runner = CallRunner(self._node, self._registry, self._objects, wire.Limits(), hold_limits)
@@ -206,7 +208,7 @@ class Worker:
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._servicer.draining = True
         give_up_at = time.monotonic() + (self._grace if grace is None else grace)
-        finished = self._slots.wait_until_idle(max(give_up_at - time.monotonic(), 0.0))
+        finished = self._finish_what_was_begun(give_up_at)
         if not finished:
             log.warning("%d calls did not finish in time", self._slots.unfinished)
         self._hub.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0))
@@ -224,6 +226,16 @@ class Worker:
         if not_saved is not None:
             raise not_saved
         return finished
+
+    def _finish_what_was_begun(self, give_up_at: float) -> bool:
+        """Waits for calls, backwards and prepared steps. Whether all were done in time."""
+
+        def left() -> float:
+            return max(give_up_at - time.monotonic(), 0.0)
+
+        while self._objects.has_prepared_steps and left():
+            time.sleep(min(_POLL_SECONDS, left()))
+        return self._slots.wait_until_idle(left()) and self._node.wait_for_backwards(left())
 
     def _save_and_close(self) -> StateError | None:
         try:

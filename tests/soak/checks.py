@@ -6,14 +6,17 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-import gradwire as gw
+from tests.faults.proxy import KINDS
 from tests.soak.run import LEASE, Outcome, WorkerUse
+
+import gradwire as gw
 
 __all__ = ["Remains", "check"]
 
 RELEASE_SECONDS = LEASE + 30.0
 """How long what killed clients held may take to go."""
-MOST_GROWTH_BYTES = 150_000_000
+MOST_GROWTH_BYTES = 200_000_000
+"""From a worker that has not served anything yet: some 100 MB are threads, gRPC and torch getting warm."""
 MOST_THREADS = 250
 
 
@@ -29,7 +32,8 @@ class Remains:
 
 def check(outcome: Outcome) -> list[Remains]:
     """Looks at the workers, and adds to the outcome's violations."""
-    remains = [_wait_for_release(worker) for worker in outcome.workers]
+    give_up_at = time.monotonic() + RELEASE_SECONDS
+    remains = [_wait_for_release(worker, give_up_at) for worker in outcome.workers]
     for index, (worker, left) in enumerate(zip(outcome.workers, remains, strict=True)):
         found = outcome.violations
         if left.held:
@@ -41,14 +45,14 @@ def check(outcome: Outcome) -> list[Remains]:
             found.append(f"worker {index} had {worker.threads_at_most} threads")
         found += [f"worker {index} logged {line}" for line in worker.daemon.lines if _is_error(line)]
         _check_counts(outcome, index)
-    kinds = {"cut", "reset", "stall", "delay", "half-close"}
-    if missing := kinds - set(outcome.faults):
+    # In less time than that some may well not come up.
+    wanted = set(KINDS) if outcome.size.seconds >= 20 else {"cut"}
+    if missing := wanted - set(outcome.faults):
         outcome.violations.append(f"these faults never happened: {', '.join(sorted(missing))}")
     return remains
 
 
-def _wait_for_release(worker: WorkerUse) -> Remains:
-    give_up_at = time.monotonic() + RELEASE_SECONDS
+def _wait_for_release(worker: WorkerUse, give_up_at: float) -> Remains:
     with gw.connect(worker.daemon.address) as handle:
         while True:
             census: dict[str, int] = handle.census()
@@ -64,8 +68,6 @@ def _wait_for_release(worker: WorkerUse) -> Remains:
             held["clients"] = sum(not _is_expected(client.name) for client in inspected.clients)
             held = {key: number for key, number in held.items() if number}
             if not held or time.monotonic() > give_up_at:
-                for context in inspected.contexts:
-                    print("LEFT", context, inspected.clients)
                 resident, threads = worker.sample()
                 return Remains(held, resident, threads)
             time.sleep(0.2)

@@ -16,6 +16,7 @@ import torch
 from tests.soak.journal import Journal
 from tests.soak.load import Load, Place
 
+from gradwire._node import reset_default_node
 from gradwire.transport.retries import Resting
 
 __all__ = ["FINISH_SECONDS", "Orders", "run_client"]
@@ -64,8 +65,10 @@ def run_client(orders: Orders) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        # Processes of multiprocessing run no exit handlers, which would say goodbye.
+        reset_default_node()
         faulthandler.cancel_dump_traceback_later()
-    journal.end(**{"refused and asked again": next(refusals)})
+    journal.end(**{"refused and asked again, by clients that ended well": next(refusals)})
 
 
 def _work(orders: Orders, journal: Journal, seed: str, tokens: itertools.count[int], end: float) -> None:
@@ -97,5 +100,5 @@ def _count_refusals() -> itertools.count[int]:
             next(counter)
         return taken
 
-    Resting.takes = counting  # type: ignore[method-assign]
+    Resting.takes = counting  # type: ignore[method-assign, assignment]
     return counter

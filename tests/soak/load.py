@@ -186,11 +186,12 @@ class Load:
         addresses = [self._places[at].address for at in others]
         seconds = self._random.uniform(0.05, 0.3)
         try:
-            self._workers[first].call("linger", token, addresses, timeout=seconds)
+            # The worker knows the deadline, too, and its answer may come just before the time is up here.
+            was_cancelled = self._workers[first].call("linger", token, addresses, timeout=seconds)
+            check(was_cancelled, f"a call that lingers came back within {seconds} s")
         except (gw.DeadlineExceeded, gw.ResourceExhausted):
-            # The second: there was no room in that time.
-            return {"calls": 1, "timed out": 1}
-        raise Mismatch(f"a call that lingers came back within {seconds} s")
+            pass  # the second: there was no room in that time
+        return {"calls": 1, "timed out": 1}
 
     def fail(self) -> dict[str, int]:
         at = self._anywhere()
@@ -256,7 +257,9 @@ class _Training:
         self._model = torch.nn.Sequential(served.Layer(seeds[0]), *remote)
         self._twin = torch.nn.Sequential(*(served.Layer(seed) for seed in seeds))
         optimizer_class = chance.choice((torch.optim.SGD, torch.optim.Adam))
-        options = {"lr": 0.05, "momentum": 0.9} if optimizer_class is torch.optim.SGD else {"lr": 0.01}
+        options: dict[str, Any] = (
+            {"lr": 0.05, "momentum": 0.9} if optimizer_class is torch.optim.SGD else {"lr": 0.01}
+        )
         self._optimizer = gw.optim.DistributedOptimizer(optimizer_class, [self._model], **options)
         self._twin_optimizer = optimizer_class(self._twin.parameters(), **options)
 
@@ -267,7 +270,7 @@ class _Training:
         for model, optimizer in ((self._model, self._optimizer), (self._twin, self._twin_optimizer)):
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
         self.steps += 1

@@ -44,14 +44,15 @@ def print_report(outcome: Outcome, remains: Sequence[Remains], console: Console)
             "leases that ran out": logged(outcome.workers, "ran out"),
         },
     )
-    workers = Table(
-        "worker", "memory first", "most", "last", "threads most", "last", "left", title="Workers"
-    )
+    workers = Table("worker", "memory first", "most", "last", "threads most", "last", "left", title="Workers")
     workers.title_justify = "left"
     for index, (worker, left) in enumerate(zip(outcome.workers, remains, strict=True)):
         workers.add_row(
             str(index),
-            *(f"{n / 1e6:.0f} MB" for n in (worker.resident_at_first, worker.resident_at_most, left.resident)),
+            *(
+                f"{n / 1e6:.0f} MB"
+                for n in (worker.resident_at_first, worker.resident_at_most, left.resident)
+            ),
             str(worker.threads_at_most),
             str(left.threads),
             ", ".join(f"{number} {what}" for what, number in left.held.items()) or "nothing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,6 +263,49 @@ class TestBeingAModule:
             layer(X, 3.0)
         with pytest.raises(ValueError, match="stale"):
             a.handle.create("Layer", 4, stale="maybe")
+
+
+class TestAmongLocalModules:
+    @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+    @pytest.mark.parametrize("foreach", [None, False])
+    def test_torchs_clipping_refuses_rather_than_leave_it_out(
+        self, a: Served, is_first: bool, foreach: bool | None
+    ) -> None:
+        parts = [models.Layer(4), a.handle.create("Layer", 4)]
+        model = nn.Sequential(*(reversed(parts) if is_first else parts))
+        model(X).sum().backward()
+        utils = torch.nn.utils
+        with pytest.raises(TypeError, match="optimizer.clip_grad_norm_"):
+            utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+        with pytest.raises(TypeError, match="optimizer.clip_grad_norm_"):
+            utils.clip_grad_value_(model.parameters(), 1.0, foreach=foreach)
+        with pytest.raises(TypeError, match="optimizer.clip_grad_norm_"):
+            utils.get_total_norm([p.grad for p in model.parameters()], foreach=foreach)
+        # What torch itself does with gradients goes on working.
+        for set_to_none in (True, False):
+            model.zero_grad(set_to_none)
+        model.requires_grad_(False)
+        assert a.handle.create("Layer", 4).num_parameters(trainable_only=True) == 20
+        assert parts[1].num_parameters(trainable_only=True) == 0
+
+    def test_distributed_data_parallel_goes_around_it(self, a: Served, tmp_path: Path) -> None:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+        )
+        try:
+            remote = a.handle.create("Layer", 4, seed=2)
+            parallel = nn.parallel.DistributedDataParallel(nn.Sequential(models.Layer(4), remote))
+            whole = nn.Sequential(models.Layer(4), models.Layer(4, seed=2))
+            opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [parallel.module], lr=0.1)
+            plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+            for _ in range(3):
+                for model, optimizer in ((parallel, opt), (whole, plain)):
+                    optimizer.zero_grad()
+                    model(X).pow(2).sum().backward()
+                    optimizer.step()
+            assert same(parallel.module.state_dict(), whole.state_dict())
+        finally:
+            torch.distributed.destroy_process_group()
 
 
 class TestSharing:

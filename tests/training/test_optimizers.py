@@ -427,9 +427,9 @@ class TestAllOrNothing:
     ) -> None:
         process = daemon()
         with gw.connect(process.address, lost_after=3.0) as handle:
-            dying, other = handle.create("Layer", 4), a.handle.create("Layer", 4)
-            opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [dying, other], lr=0.1)
-            other(dying(X)).sum().backward()
+            dying, other, here = handle.create("Layer", 4), a.handle.create("Layer", 4), models.Layer(4)
+            opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [dying, other, here], lr=0.1)
+            here(other(dying(X))).sum().backward()
             commit = opt._commit
 
             def die_first(ticket: int) -> object:
@@ -438,10 +438,14 @@ class TestAllOrNothing:
                 return commit(ticket)
 
             monkeypatch.setattr(opt, "_commit", die_first)
-            with pytest.raises(gw.StepRefused, match=f"It was made on {a.worker.address}") as caught:
+            before = {key: value.clone() for key, value in here.state_dict().items()}
+            with pytest.raises(gw.StepTorn, match=f"made on {a.worker.address}") as caught:
                 opt.step()
-            assert caught.value.reason == "lost"
+            assert caught.value.made == (a.worker.address,)
+            assert caught.value.unknown + caught.value.failed == (process.address,)
             assert caught.value.worker == process.address
+            assert isinstance(caught.value.__cause__, gw.LinkError)
+            assert same(here.state_dict(), before)
 
     def test_a_prepare_that_fails_lets_go_of_the_others(
         self, a: Served, b: Served, monkeypatch: pytest.MonkeyPatch
@@ -512,6 +516,96 @@ class TestAllOrNothing:
         assert trained.agrees
 
 
+class TestLostAnswers:
+    """The link is lost between a step and its answer."""
+
+    @pytest.mark.parametrize("is_made", [True, False], ids=["made", "not made"])
+    def test_a_worker_that_lives_says_whether_it_stepped(
+        self, a: Served, monkeypatch: pytest.MonkeyPatch, is_made: bool
+    ) -> None:
+        layer, here, whole = a.handle.create("Layer", 4, name="lasting"), models.Layer(4), models.Layer(4)
+        opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer, here], lr=0.1, momentum=0.9)
+        plain = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+        step = WorkerOptimizer.step
+        link = a.handle._link
+
+        def lose(self: WorkerOptimizer, *args: Any) -> None:
+            if is_made:
+                step(self, *args)
+            link._end(gw.WorkerLost("cut"), None)  # type: ignore[attr-defined]
+            if not is_made:
+                assert wait_until(lambda: self._given_up >= 1)
+                step(self, *args)  # too late: its trainer has been told that it was not made
+
+        monkeypatch.setattr(WorkerOptimizer, "step", lose)
+        for module in (layer, here, whole):
+            module(X).sum().backward()
+        if is_made:
+            opt.step()
+            plain.step()
+        else:
+            refused = refuse(opt, nn.Sequential(layer, here))
+            assert isinstance(refused.__cause__, gw.WorkerLost)
+        assert same(layer.state_dict(), whole.state_dict())
+        assert same(here.state_dict(), whole.state_dict())
+        monkeypatch.setattr(WorkerOptimizer, "step", step)
+        for optimizer in (opt, plain):
+            optimizer.zero_grad()
+        for module in (layer, here, whole):
+            module(X).sum().backward()
+        opt.step()
+        plain.step()
+        assert same(layer.state_dict(), whole.state_dict())
+        assert same(here.state_dict(), whole.state_dict())
+
+    def test_a_worker_that_dies_leaves_it_open(self, a: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gw.optim, "_OUTCOME_SECONDS", 0.5)
+        layer, here = a.handle.create("Layer", 4), models.Layer(4)
+        opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer, here], lr=0.1)
+
+        def lose(*_: Any) -> None:
+            raise gw.WorkerLost("cut")
+
+        here(layer(X)).sum().backward()
+        before = {key: value.clone() for key, value in here.state_dict().items()}
+        monkeypatch.setattr(_calls.CallFuture, "result", lose)
+        monkeypatch.setattr(opt._remote[0], "start_make", lambda **_: lose)
+        with pytest.raises(gw.StepTorn, match="maybe made") as caught:
+            opt.step()
+        assert caught.value.unknown == (a.worker.address,)
+        assert caught.value.made == caught.value.failed == ()
+        assert same(here.state_dict(), before)
+
+    def test_an_optimizer_that_fails_in_the_middle_tears_the_step(
+        self, a: Served, b: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trained = Trained(a, b, lr=0.1)
+        trained.backward()
+        step = torch.optim.SGD.step
+
+        def fail_on_b(self: torch.optim.SGD, *args: Any) -> Any:
+            if any(one._optimizer is self for one in b.worker._objects.optimizers):
+                raise OSError("out of luck")
+            return step(self, *args)
+
+        monkeypatch.setattr(torch.optim.SGD, "step", fail_on_b)
+        with pytest.raises(gw.StepTorn, match="out of luck") as caught:
+            trained.opt.step()
+        assert caught.value.made == (a.worker.address,)
+        assert caught.value.failed == (b.worker.address,)
+
+    def test_what_failed_before_the_step_is_known_not_to_be_made(
+        self, a: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        layer = a.handle.create("Layer", 4)
+        opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer], lr=0.1)
+        layer(X).sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerOptimizer, "_check", lambda *_: 1 / 0)
+            assert "ZeroDivisionError" in str(refuse(opt, layer))
+        opt.step()
+
+
 class TestRoundTrips:
     def test_all_workers_are_asked_at_once(
         self, a: Served, b: Served, monkeypatch: pytest.MonkeyPatch
@@ -553,3 +647,22 @@ class TestRoundTrips:
         asked.clear()
         trained.opt.step()
         assert asked == ["prepare", "prepare", "commit", "commit"]
+
+
+def test_a_learning_rate_that_is_set_after_loading_a_state_counts() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer], lr=1.0)
+
+    def stepped_by() -> float:
+        before = layer.weight.item()
+        optimizer.zero_grad()
+        layer(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        return before - layer.weight.item()
+
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert stepped_by() == pytest.approx(0.5)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert stepped_by() == pytest.approx(0.5)
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert stepped_by() == pytest.approx(0.25)

@@ -19,6 +19,7 @@ from torch import nn
 import gradwire as gw
 import gradwire.optim
 import gradwire_server as gws
+import gradwire_server.objects
 from gradwire_server.registry import Instance
 
 ONE = torch.ones(3, dtype=torch.float64)
@@ -255,6 +256,21 @@ class TestWaitingForAStep:
                 assert handle.kind_of(1) == "int"
                 held.go_on()
                 asked.result(20)
+
+    def test_ends_if_the_other_trainer_stalls(self, b: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer = b.handle.create("Layer", 4, name="stalled")
+        with gws.Worker(models) as worker, gw.connect(worker.address) as handle:
+            held = Prepared(monkeypatch, [layer, handle.create("Layer", 4)])
+            with monkeypatch.context() as patch:
+                patch.setattr(gradwire_server.objects, "_PATIENCE_SECONDS", 0.2)
+                for ask in (layer.state_dict, layer.double):
+                    with pytest.raises(gw.StepRefused, match="stalled") as caught:
+                        ask()
+                    assert caught.value.reason == "busy"
+            with gw.timeout(0.3), pytest.raises((gw.StepRefused, gw.DeadlineExceeded)):
+                layer.state_dict()
+            held.go_on()
+            layer.state_dict()
 
 
 def test_long_runs_leave_nothing_behind(a: Served, b: Served) -> None:

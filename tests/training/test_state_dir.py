@@ -274,7 +274,7 @@ def test_training_goes_on_after_kill_9_and_a_restart(launch: Launch, state_dir: 
 
         daemon.signal(signal.SIGKILL)
         started = time.monotonic()
-        with pytest.raises((gw.WorkerLost, gw.ConnectFailed, gw.StepRefused)):
+        with pytest.raises((gw.WorkerLost, gw.ConnectFailed, gw.StepRefused, gw.StepTorn)):
             train(model, optimizer, 10_000)
         assert time.monotonic() - started < 20.0
         assert daemon.wait() == -signal.SIGKILL

@@ -5,7 +5,7 @@ and `local` run backward, `serving` answers those who ask this node to.
 """
 
 from gradwire.autograd.contexts import ContextState, ContextStore
-from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
+from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
 from gradwire.autograd.local import backward_to_leaves
 from gradwire.autograd.modes import applied as applied_modes
 from gradwire.autograd.modes import capture as capture_modes
@@ -18,6 +18,7 @@ __all__ = [
     "ContextId",
     "ContextState",
     "ContextStore",
+    "HandleId",
     "MessageId",
     "Participant",
     "Releases",

@@ -214,10 +214,10 @@ class ContextStore:
         del held  # after the lock, as above
         return context
 
-    def drop_owner(self, node: int, is_linked: Callable[[int], bool]) -> list[ContextState]:
-        """Lets go of everything that belongs to a client, unless it still comes here by way of others."""
+    def drop_owner(self, node: int, keeps: Callable[[int], bool]) -> list[ContextState]:
+        """Lets go of everything that belongs to a client, save what came by way of nodes that keep it."""
         owned = [context for context in self.contexts() if context.id.node == node]
-        dropped = [context for context in owned if not any(map(is_linked, context.peers))]
+        dropped = [context for context in owned if not any(map(keeps, tuple(context.peers)))]
         for context in dropped:
             self.drop(context.id)
         self.when_owner_dropped(node)
@@ -229,5 +229,7 @@ class ContextStore:
         return [
             context.id
             for context in self.contexts()
-            if context.last_used < before and not context.users and not any(map(is_linked, context.peers))
+            if context.last_used < before
+            and not context.users
+            and not any(map(is_linked, (context.id.node, *tuple(context.peers))))
         ]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gradwire.proto.v1 import autograd_pb2
 
-__all__ = ["ContextId", "MessageId", "message_ids", "message_protos"]
+__all__ = ["ContextId", "HandleId", "MessageId", "message_ids", "message_protos"]
 
 
 class ContextId(NamedTuple):
@@ -53,6 +53,10 @@ class MessageId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.node:016x}:{self.number}"
+
+
+class HandleId(MessageId):
+    """A handle to an object on another node. Handles are counted there: none may be released twice."""
 
 
 def message_ids(messages: Iterable[autograd_pb2.MessageId]) -> list[MessageId]:

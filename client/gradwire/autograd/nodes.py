@@ -62,13 +62,10 @@ class RecvRpc(torch.autograd.Function):
         ctx.received = received
         ctx.tokens = len(tokens) - 1
         ctx.set_materialize_grads(False)
-        # Freed by the engine unless the graph is retained: then a second backward fails as it does locally.
-        ctx.save_for_backward(torch.zeros(()))
         return tuple(data)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _ = ctx.saved_tensors
         if all(gradient is None for gradient in gradients):
             return None, None, *[None] * (ctx.tokens + 1)
         passes.current_task(_all_leaves_wanted).dispatch(ctx.received, gradients)

@@ -19,7 +19,7 @@ from gradwire import wire
 from gradwire._scope import current_scope, time_left
 from gradwire.autograd.aliases import share_history
 from gradwire.autograd.contexts import ContextState, ContextStore
-from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
+from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
 from gradwire.autograd.local import received_by
 from gradwire.autograd.modes import anomaly_is_wanted
 from gradwire.autograd.nodes import add_recv, add_send
@@ -146,7 +146,8 @@ class Participant:
                 if sent is not None:
                     self.store.release([sent])
                 for id in released:
-                    releases.append(id)
+                    if not isinstance(id, HandleId):  # it may have been seen
+                        releases.append(id)
 
         pending.when_settled(undo)
 
@@ -262,8 +263,13 @@ class Participant:
 
     # -- backward
 
-    def propagate(self, received: Received, gradients: Gradients, task: Task) -> Propagation:
-        """Sends gradients to where the tensors came from."""
+    def propagate(
+        self, received: Received, gradients: Gradients, task: Task, expect: Callable[[Propagation], None]
+    ) -> None:
+        """Sends gradients to where the tensors came from.
+
+        `expect` is told before they leave: mail from a third node may be back before this returns.
+        """
         link = received.link
         if link is None or link.ended is not None:
             link = self._find_link(received.source.node) or link
@@ -275,7 +281,7 @@ class Participant:
         released = self.releases_to(link).take()
         request = autograd_pb2.PropagateGradientsRequest(
             context=received.context.proto,
-            retain_graph=task.retain_graph,
+            retain_graph=task.retain_graph or not received.is_spent,
             create_graph=task.create_graph,
             skip_leaves=not task.collect_leaves,
             detect_anomaly=anomaly_is_wanted(),
@@ -291,13 +297,16 @@ class Participant:
             request.autograd.context.CopyFrom(received.context.proto)
             sent = self._send(request.autograd, encoder.tensors, received.context, link)
         pending = Pending()
-        lets_go = not task.retain_graph and not received.are_arguments
+        lets_go = not request.retain_graph and not received.are_arguments
         # The flag tells the other end to let go after this, if it comes to that.
         self._undo_if_failed(pending, link, sent, [*released, received.source] if lets_go else released)
+        what = f"{received.what} on {link.peer}"
+        deliver = partial(self._deliver, task.id, received, link, what)
         try:
             table, attachments = encoder.finish()
             request.tensors.CopyFrom(table)
             _cancel_with_asker(pending)
+            expect(Propagation(pending, deliver, self.releases_to(link).append_unread, what))
             link.ask(
                 link_pb2.METHOD_PROPAGATE_GRADIENTS,
                 request.SerializeToString(),
@@ -310,13 +319,6 @@ class Participant:
             raise
         if lets_go:
             received.released()
-        what = f"{received.what} on {link.peer}"
-        return Propagation(
-            pending,
-            partial(self._deliver, task.id, received, link, what),
-            self.releases_to(link).append_unread,
-            what,
-        )
 
     def _deliver(
         self, task: int, received: Received, link: Link, what: str, message: ReceivedMessage
@@ -430,10 +432,14 @@ class Participant:
             except GradwireError:
                 continue  # gone, and everything with it
 
-    def forget_client(self, node: int) -> None:
-        """A client is gone: so is everything that was held for it, or sent to it."""
+    def forget_client(self, node: int, *, is_gone: bool) -> None:
+        """A client has no link to this node any more: lets go of what was held for it, or sent to it.
+
+        Unless it `is_gone`, it keeps what comes by way of other nodes.
+        """
         self._oldest_passes.pop(node, None)
-        for context in self.store.drop_owner(node, self.is_linked):
+        keeps = (lambda _: False) if is_gone else self.is_linked
+        for context in self.store.drop_owner(node, keeps):
             self._end_elsewhere(context, owner_is_gone=True)
         self.store.release_sent_to(node)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,11 +157,14 @@ class Task:
             raise
 
     def _dispatch(self, received: Received, gradients: Gradients) -> None:
+        received.spend(gradients, for_good=not self.retain_graph)
         run = self.run
         if run is not None and received.are_arguments and received.source.node == run.asker:
             run.contributions.append((received.source, gradients))
             return
-        propagation = received.participant.propagate(received, gradients, self)
+        received.participant.propagate(received, gradients, self, partial(self._expect, received))
+
+    def _expect(self, received: Received, propagation: Propagation) -> None:
         self._sent.append((received, propagation))
         for sent in received.depends_on:
             sent.await_reply(self.id, propagation)

@@ -208,7 +208,28 @@ class Received:
         """Messages of third nodes, which the tensors reach."""
         self.is_live = False
         """Whether it is among the participant's live messages."""
+        self._spent: set[int] = set()
         self._releases = releases
+
+    def spend(self, gradients: Gradients, *, for_good: bool) -> None:
+        """Backward comes through some of the tensors: for good, if the graph is not retained.
+
+        Each of several results may have a backward of its own. One that was spent raises what torch raises.
+        """
+        slots = {slot for slot, gradient in enumerate(gradients) if gradient is not None}
+        if slots & self._spent:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time (or directly access saved tensors after "
+                f"they have already been freed): {self.what}. Specify retain_graph=True if you need to "
+                "backward through the graph a second time."
+            )
+        if for_good:
+            self._spent |= slots
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no backward can come through any of the tensors any more."""
+        return len(self._spent) == self.arity
 
     def released(self) -> None:
         """The sender has let go already."""

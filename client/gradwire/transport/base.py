@@ -234,8 +234,11 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Says goodbye and ends: questions in flight fail with LinkClosed at both ends."""
+    def close(self, *, leaving: bool = False) -> None:
+        """Says goodbye and ends: questions in flight fail with LinkClosed at both ends.
+
+        `leaving` tells the other end that this node goes altogether.
+        """
 
     @abstractmethod
     def abort(self, error: GradwireError) -> None:

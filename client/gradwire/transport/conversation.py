@@ -148,7 +148,7 @@ class Conversation(Link):
         asked.stop_timer()
         if asked.deadline is not None:
             left = max(asked.deadline - time.monotonic(), 0.0)
-            message = f"{self.peer} did not answer within {asked.timeout:g} s"
+            message = f"{self.peer} did not answer within {round(asked.timeout or 0.0, 3):g} s"
             error = DeadlineExceeded(message, worker=str(self.peer))
             asked.timer = call_later(left, partial(give_up, error))
 
@@ -464,12 +464,15 @@ class Conversation(Link):
         if goodbye.HasField("error"):
             self.abort(faults.rebuild(goodbye.error))
         else:
-            self.abort(LinkClosed(f"{self.peer} ended the link", worker=str(self.peer)))
+            error = LinkClosed(f"{self.peer} ended the link", worker=str(self.peer))
+            error.leaving = goodbye.leaving
+            self.abort(error)
 
     # -- ending
 
-    def close(self) -> None:
-        self._end(LinkClosed(f"the link to {self.peer} was closed", worker=str(self.peer)), frames.goodbye())
+    def close(self, *, leaving: bool = False) -> None:
+        error = LinkClosed(f"the link to {self.peer} was closed", worker=str(self.peer))
+        self._end(error, frames.goodbye(leaving=leaving))
 
     def abort(self, error: GradwireError) -> None:
         self._end(error, None)

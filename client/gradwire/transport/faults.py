@@ -72,6 +72,7 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
                     described.details.append(error.reason)
                 if isinstance(error, errors.ResourceExhausted):
                     described.retry_after_seconds = error.retry_after or 0.0
+                    described.not_started = error.not_started
                 return described
     if isinstance(error, errors.RemoteError):
         # Raised further on and passed through here: its own type and traceback are what helps.

@@ -118,5 +118,5 @@ def acknowledge(ids: Iterable[int]) -> bytes:
     return envelope(link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=ids)))
 
 
-def goodbye(error: link_pb2.Error | None = None) -> bytes:
-    return envelope(link_pb2.Frame(goodbye=link_pb2.Goodbye(error=error)))
+def goodbye(error: link_pb2.Error | None = None, *, leaving: bool = False) -> bytes:
+    return envelope(link_pb2.Frame(goodbye=link_pb2.Goodbye(error=error, leaving=leaving)))

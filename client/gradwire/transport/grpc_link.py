@@ -83,8 +83,8 @@ class GrpcLink(Conversation):
             self._join_keeper()
             raise self._ended.again()
 
-    def close(self) -> None:
-        super().close()
+    def close(self, *, leaving: bool = False) -> None:
+        super().close(leaving=leaving)
         self._join_keeper()
 
     def abort(self, error: GradwireError) -> None:

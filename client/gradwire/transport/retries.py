@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 120.0
 class Resting:
     """Asks again, with growing and random pauses, for as long as the question's deadline or patience allows.
 
-    The other end refused without running anything, so asking again cannot make it run twice.
+    Only what the other end refused before anything of it ran: asking again cannot make it run twice.
     """
 
     def __init__(self, ask_again: Callable[[Asked], None]) -> None:
@@ -33,7 +33,7 @@ class Resting:
 
     def takes(self, asked: Asked, error: link_pb2.Error) -> bool:
         """Whether a refused question will be asked again; if not, the refusal is the answer."""
-        if error.code != link_pb2.Error.CODE_RESOURCE_EXHAUSTED or error.retry_after_seconds <= 0:
+        if not error.not_started or error.retry_after_seconds <= 0:
             return False
         pause = min(error.retry_after_seconds * 2**asked.refusals, _LONGEST_REST)
         # Jitter: those who were refused together must not come back together.

@@ -149,13 +149,15 @@ class Acknowledge(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "leaving")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     error: Error
-    def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ..., leaving: bool = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message", "types", "traceback", "worker", "details", "retry_after_seconds")
+    __slots__ = ("code", "message", "types", "traceback", "worker", "details", "retry_after_seconds", "not_started")
     class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CODE_UNSPECIFIED: _ClassVar[Error.Code]
@@ -203,6 +205,7 @@ class Error(_message.Message):
     WORKER_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NOT_STARTED_FIELD_NUMBER: _ClassVar[int]
     code: Error.Code
     message: str
     types: _containers.RepeatedScalarFieldContainer[str]
@@ -210,4 +213,5 @@ class Error(_message.Message):
     worker: str
     details: _containers.RepeatedScalarFieldContainer[str]
     retry_after_seconds: float
-    def __init__(self, code: _Optional[_Union[Error.Code, str]] = ..., message: _Optional[str] = ..., types: _Optional[_Iterable[str]] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., details: _Optional[_Iterable[str]] = ..., retry_after_seconds: _Optional[float] = ...) -> None: ...
+    not_started: bool
+    def __init__(self, code: _Optional[_Union[Error.Code, str]] = ..., message: _Optional[str] = ..., types: _Optional[_Iterable[str]] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., details: _Optional[_Iterable[str]] = ..., retry_after_seconds: _Optional[float] = ..., not_started: bool = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Measurements of gradwire: ``python -m benchmarks``."""

@@ -1,0 +1,269 @@
+"""The parts of a distributed optimizer: its groups, what it steps here, and what on each worker."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from gradwire import _calls
+from gradwire._contexts import Context
+from gradwire._refs import RemoteRef
+from gradwire._scope import current_scope, entered
+from gradwire._stepping import Rehearsal, values_of
+from gradwire._workers import RemoteWorker
+from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
+from gradwire.nn import RemoteParameters
+from gradwire.proto.v1 import autograd_pb2
+
+__all__ = ["Group", "Item", "LocalPart", "RemoteCall", "RemotePart", "Settled", "all_of", "as_groups"]
+
+Item = torch.nn.Module | torch.Tensor | Mapping[str, Any]
+
+
+class Group:
+    """One parameter group: local tensors and remote modules, each once."""
+
+    def __init__(self, item: Mapping[str, Any]) -> None:
+        self.options = {key: value for key, value in item.items() if key != "params"}
+        self.local: dict[torch.Tensor, str] = {}
+        """With their names, as far as they have any."""
+        self._remote: dict[tuple[int, int], RemoteRef] = {}
+        members = item["params"]
+        if isinstance(members, torch.nn.Module | torch.Tensor):
+            members = [members]
+        for member in members:
+            if isinstance(member, torch.nn.Module):
+                for name, parameter in member.named_parameters():
+                    self._add(parameter, name)
+            elif isinstance(member, torch.Tensor):
+                self._add(member, f"a tensor of shape {tuple(member.shape)}")
+            else:
+                raise TypeError(f"a {type(member).__name__} is neither a module nor a tensor")
+
+    def _add(self, parameter: torch.Tensor, name: str) -> None:
+        if isinstance(parameter, RemoteParameters):
+            ref = parameter.ref
+            self._remote.setdefault((ref._message.node.id, ref._message.ref), ref)
+        else:
+            self.local.setdefault(parameter, name)
+
+    @property
+    def remote(self) -> list[RemoteRef]:
+        return list(self._remote.values())
+
+
+def as_groups(params: Iterable[Item]) -> list[Mapping[str, Any]]:
+    """Groups stay as they are; what is in none makes one together."""
+    items = [params] if isinstance(params, torch.nn.Module | torch.Tensor | Mapping) else list(params)
+    loose = [item for item in items if not isinstance(item, Mapping)]
+    groups = [item for item in items if isinstance(item, Mapping)]
+    return [*([{"params": loose}] if loose else []), *groups]
+
+
+class LocalPart:
+    """The parameters in this process."""
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        shown_groups: Sequence[dict[str, Any]],
+        defaults: Mapping[str, Any],
+        names: Mapping[torch.Tensor, str],
+    ) -> None:
+        self._names = names
+        self._shown = [group for group in shown_groups if group["params"]]
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self._shown:
+            self.optimizer = optimizer_class([dict(group) for group in self._shown], **defaults)
+            self._rehearsal = Rehearsal(self.optimizer)
+
+    def gradients(self, context: Context | None) -> dict[torch.Tensor, torch.Tensor]:
+        if context is not None:
+            found = context.gradients()
+            return {p: found[p] for p in self._parameters() if p in found}
+        return {p: p.grad for p in self._parameters() if p.grad is not None}
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return (parameter for shown in self._shown for parameter in shown["params"])
+
+    def check(self, gradients: Mapping[torch.Tensor, torch.Tensor], skip_nonfinite: bool) -> None:
+        """Raises StepRefused if a step could not be made here, before any worker makes one."""
+        if self.optimizer is None:
+            return
+        if skip_nonfinite:
+            bad = [p for p, gradient in gradients.items() if not torch.isfinite(values_of(gradient)).all()]
+            if bad:
+                names = ", ".join(self._names[parameter] for parameter in bad[:5])
+                _refuse("nonfinite", f"the gradients of {names} in this process are not finite")
+        # Looked up each time: loading a state puts new groups in the place of the old.
+        for shown, own in zip(self._shown, self.optimizer.param_groups, strict=True):
+            own.update({key: value for key, value in shown.items() if key != "params"})
+        refusal = self._rehearsal.refusal(gradients)
+        if refusal is not None:
+            _refuse("error", f"in this process: {refusal}")
+
+    def scale(
+        self, gradients: Mapping[torch.Tensor, torch.Tensor], factor: float, context: Context | None
+    ) -> None:
+        if context is not None:
+            context.scale_gradients(gradients, factor)
+        else:
+            for gradient in gradients.values():
+                gradient.mul_(factor)
+
+    def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        if self.optimizer is None:
+            return
+        before = [(parameter, parameter.grad) for parameter in self._parameters()]
+        try:
+            for parameter, _ in before:
+                parameter.grad = gradients.get(parameter)
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+
+class RemotePart:
+    """The parameters on one worker."""
+
+    def __init__(
+        self,
+        node: int,
+        worker: RemoteWorker,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        groups: Sequence[Group],
+    ) -> None:
+        self.node = node
+        self.worker = worker
+        here = [[ref for ref in group.remote if ref.worker._link.peer.node == node] for group in groups]
+        self.modules = [ref for refs in here for ref in refs]
+        self._uid = uuid.uuid4().hex
+        name = optimizer_class.__name__
+        self._arguments = (
+            f"torch.optim.{name}" if getattr(torch.optim, name, None) is optimizer_class else name,
+            dict(defaults),
+            [{"modules": refs, **group.options} for refs, group in zip(here, groups, strict=True)],
+        )
+        self._ref: RemoteRef | None = None
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether it can be asked without connecting anew."""
+        link = self.worker._place.link
+        return link is not None and link.ended is None
+
+    def start_make(self, *, resume: bool) -> Callable[[], Any]:
+        """Makes the optimizer there. With `resume`, from what the worker last knew of it."""
+        future = self.worker._start(
+            "gradwire.optimizer", (self._uid, *self._arguments, resume), {}, keep=autograd_pb2.Keep()
+        )
+
+        def finish() -> None:
+            self._ref = _calls.wait(future, f"an optimizer on {self.worker.target}")
+
+        return finish
+
+    def start(self, method: str, *args: object, timeout: float | None = None) -> RemoteCall:
+        """Starts a call of the optimizer there; what is returned waits for it."""
+        return RemoteCall(self, method, args, timeout)
+
+    def outcome(self, ticket: int, seconds: float) -> str:
+        """What became of a step: made, not made, half made, or unknown. It is not made later, either."""
+        with entered(replace(current_scope(), deadline=time.monotonic() + seconds)):
+            outcome: str = self.start("outcome", ticket)()
+        return outcome
+
+
+class RemoteCall:
+    """A call of the optimizer on a worker, under way; calling this waits for it.
+
+    A worker that was restarted has forgotten the optimizer: then it is made again, from the state that the
+    worker saved, and asked once more. So it is if the link was lost, but only what may be done twice.
+    """
+
+    def __init__(
+        self, part: RemotePart, method: str, args: tuple[object, ...], timeout: float | None
+    ) -> None:
+        self._part = part
+        self._method = method
+        self._args = args
+        self.was_sent = False
+        """Whether the worker may have got it."""
+        assert part._ref is not None
+        try:
+            self._future: _calls.CallFuture | GradwireError = part._ref.call_async(
+                method, *args, timeout=timeout
+            )
+            self.was_sent = True
+        except GradwireError as error:
+            self._future = error
+
+    def __call__(self) -> Any:
+        try:
+            if isinstance(self._future, GradwireError):
+                raise self._future
+            # Not _calls.wait: an interrupt must not cancel a step that others make, too.
+            return self._future.result()
+        except (NotFound, LinkError) as error:
+            if self._method not in _ASKED_AGAIN:
+                raise
+            if isinstance(error, LinkError) and self._method not in _REPEATABLE:
+                raise
+            self.was_sent = False
+            self._part.start_make(resume=True)()
+            assert self._part._ref is not None
+            self.was_sent = True
+            return self._part._ref.call(self._method, *self._args)
+
+
+_REPEATABLE = ("zero_grad", "state_dict", "load_state_dict", "group_sizes", "outcome")
+"""What does no harm if it was done already when the link was lost."""
+_ASKED_AGAIN = (*_REPEATABLE, "prepare", "step", "sum_of_powers")
+"""What an optimizer that was made anew can answer."""
+
+
+class Settled:
+    """Waits for all calls, whatever becomes of each.
+
+    With `stubborn` also through Ctrl-C, which is then left to the caller to raise.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], *, stubborn: bool = False) -> None:
+        self.results: list[Any] = []
+        self.worked: list[int] = []
+        self.failed: list[tuple[int, GradwireError]] = []
+        self.interrupted: KeyboardInterrupt | None = None
+        for index, call in enumerate(calls):
+            while True:
+                try:
+                    self.results.append(call())
+                    self.worked.append(index)
+                except GradwireError as error:
+                    self.failed.append((index, error))
+                except KeyboardInterrupt as interrupt:
+                    if not stubborn:
+                        raise
+                    self.interrupted = interrupt
+                    continue
+                break
+
+
+def all_of(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of all calls. If some fail, the first error, once none is under way any more."""
+    settled = Settled(calls)
+    for _, error in settled.failed:
+        raise error
+    return settled.results
+
+
+def _refuse(reason: str, message: str) -> NoReturn:
+    error = StepRefused(f"the step was not made: {message}")
+    error.reason = reason
+    raise error
