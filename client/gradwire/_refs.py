@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradwire import _calls
+from gradwire.autograd import HandleId
 from gradwire.proto.v1 import value_pb2
 
 if TYPE_CHECKING:

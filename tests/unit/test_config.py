@@ -74,6 +74,13 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         lost_after = 2.5
         grace = 0
         max-message-bytes = "1GiB"
+        max-queued-calls = 100
+        max-queued-calls-per-client = 10
+        max-bytes-in-flight = "64MB"
+        max-contexts-per-client = 5
+        max-objects-per-client = 6
+        max-held-bytes-per-client = "1GB"
+        max-held-bytes = "2GB"
         health = true
         reflection = false
         state-dir = "/var/lib/gradwire"
@@ -94,6 +101,13 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "lost_after": 2.5,
         "grace": 0.0,
         "max_message_bytes": 2**30,
+        "max_queued_calls": 100,
+        "max_queued_calls_per_client": 10,
+        "max_bytes_in_flight": 64 * 10**6,
+        "max_contexts_per_client": 5,
+        "max_objects_per_client": 6,
+        "max_held_bytes_per_client": 10**9,
+        "max_held_bytes": 2 * 10**9,
         "health": True,
         "reflection": False,
         "state_dir": "/var/lib/gradwire",
