@@ -12,7 +12,7 @@ from typing import Any
 from gradwire import wire
 from gradwire._devices import NO_MAP, DeviceMap
 from gradwire._node import current_context_id, current_node
-from gradwire._scope import current_scope, time_left
+from gradwire._scope import cancel_with_caller, current_scope, time_left
 from gradwire.autograd import Participant, capture_modes
 from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
@@ -115,7 +115,7 @@ def start_call(
     try:
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)
-        _cancel_with_caller(future)
+        cancel_with_caller(future)
         link.ask(
             link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
             request.SerializeToString(),
@@ -127,18 +127,6 @@ def start_call(
         future.cancel()
         raise
     return future
-
-
-def _cancel_with_caller(future: Pending) -> None:
-    """A call made by a served function is of no use once that function's caller has gone."""
-    exchange = current_scope().exchange
-    if exchange is None:
-        return
-    if exchange.cancelled:
-        raise Cancelled("the caller of this function has cancelled it")
-    take_back = exchange.when_cancelled(future.cancel)
-    # Else a function that makes many calls would keep the results of all of them until it returns.
-    future.when_settled(take_back)
 
 
 def _decode_reply(

@@ -9,13 +9,16 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gradwire.errors import Cancelled
+
 if TYPE_CHECKING:
     from gradwire._node import Node
     from gradwire.autograd.ids import ContextId
-    from gradwire.transport.base import Exchange
+    from gradwire.transport.base import Exchange, Pending
 
 __all__ = [
     "Scope",
+    "cancel_with_caller",
     "cancelled",
     "current_scope",
     "deadline",
@@ -93,6 +96,19 @@ def cancelled() -> bool:
     if scope.exchange is not None and scope.exchange.cancelled:
         return True
     return scope.deadline is not None and time.monotonic() >= scope.deadline
+
+
+def cancel_with_caller(pending: Pending) -> None:
+    """What a served function, or a backward on behalf of another node, asks of others is of no use once
+    whoever asked for it has given up. Raises Cancelled if that has happened already."""
+    exchange = _scope.get().exchange
+    if exchange is None:
+        return
+    if exchange.cancelled:
+        raise Cancelled("whoever asked for this has given it up")
+    take_back = exchange.when_cancelled(pending.cancel)
+    # Else a function that makes many calls would keep the results of all of them until it returns.
+    pending.when_settled(take_back)
 
 
 @contextmanager

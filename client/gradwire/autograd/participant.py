@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from gradwire import wire
-from gradwire._scope import current_scope, time_left
+from gradwire._scope import cancel_with_caller, current_scope, time_left
 from gradwire.autograd.aliases import share_history
 from gradwire.autograd.contexts import ContextState, ContextStore
 from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
@@ -25,7 +25,7 @@ from gradwire.autograd.modes import anomaly_is_wanted
 from gradwire.autograd.nodes import add_recv, add_send
 from gradwire.autograd.passes import Propagation, Task
 from gradwire.autograd.records import Gradients, Received, Releases, SentArguments, SentResults
-from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound, WorkerLost
+from gradwire.errors import GradwireError, MalformedMessage, NotFound, WorkerLost
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.transport.base import Exchange, Link, Pending
 from gradwire.transport.base import Received as ReceivedMessage
@@ -305,7 +305,7 @@ class Participant:
         try:
             table, attachments = encoder.finish()
             request.tensors.CopyFrom(table)
-            _cancel_with_asker(pending)
+            cancel_with_caller(pending)
             expect(Propagation(pending, deliver, self.releases_to(link).append_unread, what))
             link.ask(
                 link_pb2.METHOD_PROPAGATE_GRADIENTS,
@@ -468,17 +468,6 @@ def _sweep(participant_ref: weakref.ref[Participant], seconds: float) -> None:
     participant = participant_ref()
     if participant is not None and participant.sweep(seconds):
         participant.keep_lease(seconds)
-
-
-def _cancel_with_asker(pending: Pending) -> None:
-    """A run on behalf of another node is of no use once that one has given up."""
-    exchange = current_scope().exchange
-    if exchange is None:
-        return
-    if exchange.cancelled:
-        raise Cancelled("whoever asked for this backward has given it up")
-    take_back = exchange.when_cancelled(pending.cancel)
-    pending.when_settled(take_back)
 
 
 def encode_gradients(
