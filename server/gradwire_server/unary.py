@@ -40,6 +40,7 @@ _STATUS: dict[int, grpc.StatusCode] = {
     Code.CODE_PROTOCOL: grpc.StatusCode.FAILED_PRECONDITION,
     Code.CODE_STALE_PARAMETERS: grpc.StatusCode.FAILED_PRECONDITION,
     Code.CODE_ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    Code.CODE_STEP_TORN: grpc.StatusCode.DATA_LOSS,
     Code.CODE_STEP_REFUSED: grpc.StatusCode.FAILED_PRECONDITION,
     Code.CODE_INVALID_DEVICE_MAP: grpc.StatusCode.INVALID_ARGUMENT,
 }

@@ -92,7 +92,7 @@ class FaultyProxy:
             pass
         finally:
             self._connections.discard(task)
-            writer.close()
+            await _closed(writer)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.refuse:
@@ -109,7 +109,7 @@ class FaultyProxy:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            there_writer.close()
+            await _closed(there_writer)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ends: list[asyncio.StreamWriter]
@@ -148,3 +148,12 @@ class FaultyProxy:
                 sock: socket.socket = end.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return False
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    """Closes a connection, and returns when nothing of it is left."""
+    writer.transport.abort() if writer.is_closing() else writer.close()
+    try:
+        await asyncio.wait_for(writer.wait_closed(), 5)
+    except (OSError, TimeoutError):
+        pass

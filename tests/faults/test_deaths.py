@@ -123,7 +123,12 @@ class Victim:
             self.daemon.signal(signal.SIGCONT)
 
 
-@pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.fixture(
+    params=[
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+    ]
+)
 def number(request: pytest.FixtureRequest) -> signal.Signals:
     chosen: signal.Signals = request.param
     return chosen

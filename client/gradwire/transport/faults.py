@@ -18,6 +18,7 @@ _CODES: tuple[tuple[type[errors.GradwireError], link_pb2.Error.Code], ...] = (
     (errors.StaleParameters, Code.CODE_STALE_PARAMETERS),
     (errors.AlreadyExists, Code.CODE_ALREADY_EXISTS),
     (errors.StepRefused, Code.CODE_STEP_REFUSED),
+    (errors.StepTorn, Code.CODE_STEP_TORN),
     (errors.NotFound, Code.CODE_NOT_FOUND),
     (errors.PermissionDenied, Code.CODE_PERMISSION_DENIED),
     (errors.ResourceExhausted, Code.CODE_RESOURCE_EXHAUSTED),
@@ -41,6 +42,10 @@ _TYPES: dict[int, type[errors.GradwireError]] = {
 
 _MAX_TEXT = 64 * 1024
 """A message or traceback longer than this loses its middle: an error must never be too large to travel."""
+
+
+_BECAME = ("made", "unknown", "failed")
+"""What may have become of a step on a worker: attributes of StepTorn."""
 
 
 def describe(error: BaseException, worker: str) -> link_pb2.Error:
@@ -68,6 +73,9 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
                     described.details.extend(error.suggestions)
                 if isinstance(error, errors.StaleParameters):
                     described.details.extend(error.parameters)
+                if isinstance(error, errors.StepTorn):
+                    for became in _BECAME:
+                        described.details.extend(f"{became} {worker}" for worker in getattr(error, became))
                 if isinstance(error, errors.StepRefused):
                     described.details.append(error.reason)
                 if isinstance(error, errors.ResourceExhausted):
@@ -106,6 +114,11 @@ def rebuild(error: link_pb2.Error) -> errors.GradwireError:
         rebuilt.suggestions = tuple(error.details)
     if isinstance(rebuilt, errors.StaleParameters):
         rebuilt.parameters = tuple(error.details)
+    if isinstance(rebuilt, errors.StepTorn):
+        for became in _BECAME:
+            prefix = f"{became} "
+            workers = (d.removeprefix(prefix) for d in error.details if d.startswith(prefix))
+            setattr(rebuilt, became, tuple(workers))
     if isinstance(rebuilt, errors.StepRefused):
         rebuilt.reason = next(iter(error.details), "")
     if isinstance(rebuilt, errors.ResourceExhausted):

@@ -179,6 +179,7 @@ class Error(_message.Message):
         CODE_STALE_PARAMETERS: _ClassVar[Error.Code]
         CODE_ALREADY_EXISTS: _ClassVar[Error.Code]
         CODE_STEP_REFUSED: _ClassVar[Error.Code]
+        CODE_STEP_TORN: _ClassVar[Error.Code]
     CODE_UNSPECIFIED: Error.Code
     CODE_RAISED: Error.Code
     CODE_UNKNOWN_FUNCTION: Error.Code
@@ -198,6 +199,7 @@ class Error(_message.Message):
     CODE_STALE_PARAMETERS: Error.Code
     CODE_ALREADY_EXISTS: Error.Code
     CODE_STEP_REFUSED: Error.Code
+    CODE_STEP_TORN: Error.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TYPES_FIELD_NUMBER: _ClassVar[int]
