@@ -11,7 +11,7 @@ from functools import partial
 
 import grpc
 
-from gradwire.errors import GradwireError, InternalError, ProtocolError, Unavailable, WorkerLost
+from gradwire.errors import GradwireError, ProtocolError, Unavailable, WorkerLost
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import (
     PROTOCOL,
@@ -187,14 +187,7 @@ class Hub:
         conversation = session.conversation
         try:
             for data in requests:
-                try:
-                    conversation.receive(data, streams)
-                except GradwireError as error:
-                    log.warning("%s broke the protocol: %s", conversation.peer, error)
-                    conversation.refuse(error)
-                except Exception as error:
-                    log.exception("a frame from %s could not be handled", conversation.peer)
-                    conversation.refuse(InternalError(f"a frame could not be handled: {error!r}"))
+                conversation.receive_or_refuse(data, streams)
         except grpc.RpcError:
             pass  # the stream was cut
         finally:

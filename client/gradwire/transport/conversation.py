@@ -18,6 +18,7 @@ from gradwire.errors import (
     ConnectFailed,
     DeadlineExceeded,
     GradwireError,
+    InternalError,
     LinkClosed,
     ProtocolError,
     ResourceExhausted,
@@ -356,6 +357,17 @@ class Conversation(Link):
                 self._on_goodbye(frame.goodbye)
             else:
                 raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
+
+    def receive_or_refuse(self, data: bytes, streams: Streams) -> None:
+        """The same for whoever reads a stream: what cannot be taken ends the conversation, not the reader."""
+        try:
+            self.receive(data, streams)
+        except GradwireError as error:
+            log.warning("%s broke the protocol: %s", self.peer, error)
+            self.refuse(error)
+        except Exception as error:
+            log.exception("a frame from %s could not be handled", self.peer)
+            self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
 
     def _on_chunk(self, streams: Streams, chunk: frames.Chunk) -> None:
         whole = streams.inbound.chunk(chunk)

@@ -251,13 +251,7 @@ class GrpcLink(Conversation):
 
     def _read(self, call: Any, streams: Streams) -> None:
         for data in call:
-            try:
-                self.receive(data, streams)
-            except GradwireError as error:
-                self.refuse(error)
-            except Exception as error:
-                log.exception("a frame from %s could not be handled", self.peer)
-                self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
+            self.receive_or_refuse(data, streams)
         if self._ended is None:
             raise _Broken("the worker closed the stream")
 

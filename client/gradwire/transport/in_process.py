@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
-from gradwire.errors import GradwireError, InternalError, WorkerLost
+from gradwire.errors import WorkerLost
 from gradwire.transport.base import Handler, Identity, LinkSettings
 from gradwire.transport.conversation import Conversation, Streams
 
 __all__ = ["InProcessLink"]
-
-log = logging.getLogger("gradwire.link")
 
 
 class InProcessLink(Conversation):
@@ -48,11 +45,5 @@ class InProcessLink(Conversation):
 def _carry(there: InProcessLink, sent: Streams, received: Streams) -> None:
     # Ends when the sending end closes its outbox, which both close() and abort() do.
     for data in sent.control:
-        try:
-            there.receive(data, received)
-        except GradwireError as error:
-            there.refuse(error)
-        except Exception as error:
-            log.exception("a frame from %s could not be handled", there.peer)
-            there.refuse(InternalError(f"a frame could not be handled: {error!r}"))
+        there.receive_or_refuse(data, received)
     there.abort(WorkerLost(f"{there.peer} has gone without a word", worker=str(there.peer)))
