@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,9 @@ from tests.integration.daemons import Daemon
 from gradwire._node import reset_default_node
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As shells start what runs in the background; the tests' own processes would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SERVED = Path(__file__).parent / "integration" / "serving"
 """Where the module is that the shared workers serve."""
@@ -84,13 +89,19 @@ def _threads() -> Iterator[object]:
 
 
 def _children() -> Iterator[object]:
+    """Processes that this one started, and those that `tests.integration.forking` forked off for it."""
+    parents, names = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = stat.read_text().rpartition(")")
         except OSError:
             continue  # it ended meanwhile
-        if int(rest.split()[1]) == os.getpid():
-            yield f"process {name})"
+        pid = int(stat.parent.name)
+        parents[pid], names[pid] = int(rest.split()[1]), f"process {name})"
+    helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    for pid, parent in parents.items():
+        if pid not in helpers and os.getpid() in (parent, parents.get(parent)):
+            yield names[pid]
 
 
 def _listening() -> Iterator[object]:

@@ -8,9 +8,18 @@
 from gradwire import errors, nn, optim
 from gradwire._calls import CallFuture
 from gradwire._checkpoints import LoadedKeys, load, save
+from gradwire._compression import Compression, compression
 from gradwire._contexts import Context, context, current_context
 from gradwire._describe import FunctionInfo
-from gradwire._gradcheck import GradcheckReport, GradcheckRow, gradcheck
+from gradwire._gradcheck import (
+    CodecReport,
+    CodecRow,
+    GradcheckReport,
+    GradcheckRow,
+    codec_error,
+    gradcheck,
+)
+from gradwire._malloc import tune_malloc
 from gradwire._refs import RemoteRef
 from gradwire._scope import cancelled, deadline, timeout
 from gradwire._version import __version__
@@ -21,6 +30,9 @@ from gradwire.wire import register_type
 
 __all__ = [
     "CallFuture",
+    "CodecReport",
+    "CodecRow",
+    "Compression",
     "Context",
     "FunctionInfo",
     "GradcheckReport",
@@ -33,6 +45,8 @@ __all__ = [
     "__version__",
     "caller",
     "cancelled",
+    "codec_error",
+    "compression",
     "connect",
     "context",
     "current_context",
@@ -45,5 +59,6 @@ __all__ = [
     "register_type",
     "save",
     "timeout",
+    "tune_malloc",
     *errors.__all__,
 ]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from gradwire import wire
+from gradwire._compression import NOT_COMPRESSED, Compression, agreed_with
 from gradwire._devices import NO_MAP, DeviceMap
 from gradwire._node import current_context_id, current_node
 from gradwire._scope import cancel_with_caller, current_scope, time_left
@@ -28,9 +29,13 @@ class CallFuture(Pending):
     """
 
     def __init__(
-        self, decode: Callable[[Received], object], append_unread: Callable[[tuple[type[Any], bytes]], None]
+        self,
+        decode: Callable[[Received], object],
+        append_unread: Callable[[tuple[type[Any], bytes]], None],
+        read_for: Callable[[Pending], None],
     ) -> None:
         super().__init__()
+        self._read_for = read_for
         self._decode: Callable[[Received], object] | None = decode
         self._append_unread = append_unread
         self._decode_lock = threading.Lock()
@@ -42,6 +47,8 @@ class CallFuture(Pending):
                 received = super().result(0)
             else:
                 with current_scope().around_wait():
+                    if timeout is None:
+                        self._read_for(self)
                     received = super().result(timeout)
             # Decoded by whoever asks for the result, not by the link's thread: so autograd records it there.
             with self._decode_lock:
@@ -91,30 +98,34 @@ def start_call(
     target: value_pb2.RemoteRef | None = None,
     keep: autograd_pb2.Keep | None = None,
     devices: DeviceMap = NO_MAP,
+    compression: Compression = NOT_COMPRESSED,
     resolve_ref: Callable[[value_pb2.RemoteRef], object] | None = None,
 ) -> CallFuture:
     """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
     left = time_left(timeout)
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
-    encoder = wire.Encoder()
+    agreed = agreed_with(link, compression, function, target)
+    encoder = wire.Encoder(codec=None if agreed is None else wire.find_codec(agreed.forward))
     request = autograd_pb2.ForwardWithAutogradRequest(
-        function=function, target=target, keep=keep, modes=capture_modes()
+        function=function, target=target, keep=keep, modes=capture_modes(), compression=agreed
     )
     for index, arg in enumerate(args):
         request.args.append(encoder.value(arg, f"args[{index}]"))
     for name, arg in kwargs.items():
         request.kwargs[name].CopyFrom(encoder.value(arg, name))
-    request.devices.extend(devices.places_for(encoder.tensors, str(link.peer)))
+    request.devices.extend(devices.places_for(encoder.tensors, link.peer))
     participant = current_node().participant
     future = CallFuture(
-        partial(_decode_reply, participant, link, function, devices, resolve_ref),
+        partial(_decode_reply, participant, link, function, devices, agreed, resolve_ref),
         participant.releases_to(link).append_unread,
+        link.read_for,
     )
     participant.send_call(request, encoder.tensors, current_context_id(), link, future)
     try:
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)
+        link.count_saved(encoder.saved)
         cancel_with_caller(future)
         link.ask(
             link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
@@ -134,13 +145,15 @@ def _decode_reply(
     link: Link,
     function: str,
     devices: DeviceMap,
+    compression: autograd_pb2.Compression | None,
     resolve_ref: Callable[[value_pb2.RemoteRef], object] | None,
     received: Received,
 ) -> object:
     reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, received.body)
     decoder = wire.Decoder(reply.tensors, received.attachments, resolve_ref=resolve_ref)
-    devices.bring_back(decoder.tensors, decoder.devices, str(link.peer))
-    participant.receive_reply(reply, decoder, link, f"the results of {function}")
+    link.count_saved(decoder.saved)
+    devices.bring_back(decoder.tensors, decoder.devices, link.peer)
+    participant.receive_reply(reply, decoder, link, f"the results of {function}", compression)
     return decoder.value(reply.result, "result")
 
 

@@ -40,14 +40,18 @@ class DeviceMap:
                     worker=worker,
                 )
 
-    def places_for(self, tensors: Sequence[torch.Tensor], worker: str) -> list[str]:
+    def places_for(self, tensors: Sequence[torch.Tensor], worker: object) -> list[str]:
         """For each argument, the worker's device to put it on; empty if none needs one."""
+        if not self._there and all(tensor.is_cpu for tensor in tensors):
+            return []
         places = [self._place(tensor.device, self._there, f"on {worker}") for tensor in tensors]
         return [str(place or "") for place in places] if any(places) else []
 
-    def bring_back(self, tensors: list[torch.Tensor], devices: Sequence[str], worker: str) -> None:
+    def bring_back(self, tensors: list[torch.Tensor], devices: Sequence[str], worker: object) -> None:
         """Puts results where the map says. `devices`: where each was on the worker."""
         for index, device in enumerate(devices):
+            if device == "cpu" and not self._here:
+                continue
             place = self._place(_device(device), self._here, f"from {worker}")
             if place is not None:
                 tensors[index] = move(tensors[index], place)

@@ -1,14 +1,21 @@
-"""Checks gradients that come from workers: against finite differences, and against local autograd."""
+"""Checks gradients that come from workers: against finite differences, and against local autograd.
+
+And what codecs do to them and to results: against the same call without.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-__all__ = ["GradcheckReport", "GradcheckRow", "gradcheck"]
+from gradwire._compression import NOT_COMPRESSED, Compression
+from gradwire._scope import current_scope, entered
+from gradwire.autograd import nbytes
+
+__all__ = ["CodecReport", "CodecRow", "GradcheckReport", "GradcheckRow", "codec_error", "gradcheck"]
 
 _STEP = 1e-6
 
@@ -79,6 +86,101 @@ def gradcheck(
         ):
             rows.append(_row(f"input {index}", "local autograd", gradient, expected, tolerance))
     return GradcheckReport(tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRow:
+    """What compression does to one tensor."""
+
+    tensor: str
+    """"result 0", "gradient of input 1"."""
+    bytes: int
+    """Of the tensor as it is."""
+    largest: float
+    """Of its elements, without compression."""
+    largest_error: float
+    relative_error: float
+    """The norm of the difference over the norm of what is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecReport:
+    """What `codec_error` found."""
+
+    rows: tuple[CodecRow, ...]
+
+    @property
+    def relative_error(self) -> float:
+        """The largest of all."""
+        return max((row.relative_error for row in self.rows), default=0.0)
+
+    def __str__(self) -> str:
+        lines = [f"{'tensor':<22}{'bytes':>12}{'largest':>12}{'error':>12}{'relative':>12}"]
+        lines += [
+            f"{row.tensor:<22}{row.bytes:>12}{row.largest:>12.3e}{row.largest_error:>12.3e}"
+            f"{row.relative_error:>12.3e}"
+            for row in self.rows
+        ]
+        return "\n".join(lines)
+
+
+def codec_error(
+    fn: Callable[..., Any],
+    inputs: torch.Tensor | Sequence[Any],
+    compression: Compression,
+    *,
+    seed: int = 0,
+) -> CodecReport:
+    """How far the results of a remote function, and the gradients of inputs that require grad, are off when
+    tensors are compressed, compared with the same call without.
+
+    The gradients are those of one backward, so error feedback does not show in them.
+    """
+    args = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    checked = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    weights = _Weights(seed)
+    found = []
+    for chosen in (NOT_COMPRESSED, replace(compression, error_feedback=False)):
+        with entered(replace(current_scope(), compression=chosen)):
+            results: list[torch.Tensor] = []
+            gradients = _autograd(_recording(fn, results), args, checked, weights) if checked else []
+            if not checked:
+                _recording(fn, results)(*args)
+            found.append([*results, *gradients])
+    names = [f"result {index}" for index in range(len(found[0]) - len(checked))]
+    names += [f"gradient of input {index}" for index in checked]
+    return CodecReport(tuple(map(_codec_row, names, *found)))
+
+
+def _recording(fn: Callable[..., Any], results: list[torch.Tensor]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        result = fn(*args)
+        results.extend(tensor.detach() for tensor in _tensors(result))
+        return result
+
+    return call
+
+
+def _codec_row(name: str, exact: torch.Tensor, compressed: torch.Tensor) -> CodecRow:
+    size = nbytes(exact)
+    exact, compressed = _widened(exact), _widened(compressed)
+    if not exact.numel():
+        return CodecRow(name, 0, 0.0, 0.0, 0.0)
+    off = compressed - exact
+    norm = float(exact.norm())
+    return CodecRow(
+        name,
+        bytes=size,
+        largest=float(exact.abs().max()),
+        largest_error=float(off.abs().max()),
+        relative_error=float(off.norm()) / norm if norm else float(off.norm()),
+    )
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision and dense, whatever it was."""
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 class _Weights:
@@ -154,10 +256,7 @@ def _differences(fn: Callable[..., Any], args: Sequence[Any], index: int, weight
 def _row(
     name: str, reference: str, gradient: torch.Tensor, expected: torch.Tensor, tolerance: float
 ) -> GradcheckRow:
-    gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    # In double precision, whatever the input's is.
-    wide = torch.complex128 if gradient.is_complex() else torch.float64
-    gradient, expected = gradient.detach().to("cpu", wide), expected.detach().to("cpu", wide)
+    gradient, expected = _widened(gradient), _widened(expected)
     if not gradient.numel():
         return GradcheckRow(name, reference, 0.0, 0.0, True)
     largest = float(expected.abs().max())

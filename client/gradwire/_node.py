@@ -70,8 +70,11 @@ class Node:
     def _serve_propagate(self, exchange: Exchange) -> None:
         with self._runs_changed:
             self._runs += 1
-        # A thread of its own for each, without a ceiling: runs wait for one another.
-        self.pool.submit(self._run_backward, exchange)
+        if exchange.may_run_here():
+            self._run_backward(exchange)
+        else:
+            # A thread of its own for each, without a ceiling: runs wait for one another.
+            self.pool.submit(self._run_backward, exchange)
 
     def _run_backward(self, exchange: Exchange) -> None:
         try:
@@ -96,6 +99,7 @@ class Node:
         scope = Scope(self, exchange, exchange.deadline, around_wait=around_wait)
         try:
             with entered(scope):
+                exchange.begin()
                 self._check_wanted(exchange)
                 work(exchange)
         except BaseException as error:  # a served function may raise SystemExit; the node goes on
@@ -239,6 +243,9 @@ _forked_from: int | None = None
 def default_node() -> Node:
     """The node of the program itself."""
     global _default
+    node = _default
+    if node is not None:
+        return node
     with _default_lock:
         if _default is None:
             _default = Node()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from gradwire import _calls
+from gradwire._compression import compression
 from gradwire._contexts import Context
+from gradwire._node import current_node
 from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, entered
 from gradwire._stepping import Rehearsal, values_of
@@ -20,7 +24,17 @@ from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
 from gradwire.nn import RemoteParameters
 from gradwire.proto.v1 import autograd_pb2
 
-__all__ = ["Group", "Item", "LocalPart", "RemoteCall", "RemotePart", "Settled", "all_of", "as_groups"]
+__all__ = [
+    "Group",
+    "Item",
+    "LocalPart",
+    "RemoteCall",
+    "RemotePart",
+    "Settled",
+    "all_of",
+    "as_groups",
+    "uninterrupted",
+]
 
 Item = torch.nn.Module | torch.Tensor | Mapping[str, Any]
 
@@ -198,9 +212,10 @@ class RemoteCall:
         """Whether the worker may have got it."""
         assert part._ref is not None
         try:
-            self._future: _calls.CallFuture | GradwireError = part._ref.call_async(
-                method, *args, timeout=timeout
-            )
+            with compression():  # off: state must arrive as it is
+                self._future: _calls.CallFuture | GradwireError = part._ref.call_async(
+                    method, *args, timeout=timeout
+                )
             self.was_sent = True
         except GradwireError as error:
             self._future = error
@@ -220,7 +235,8 @@ class RemoteCall:
             self._part.start_make(resume=True)()
             assert self._part._ref is not None
             self.was_sent = True
-            return self._part._ref.call(self._method, *self._args)
+            with compression():
+                return self._part._ref.call(self._method, *self._args)
 
 
 _REPEATABLE = ("zero_grad", "state_dict", "load_state_dict", "group_sizes", "outcome")
@@ -230,29 +246,42 @@ _ASKED_AGAIN = (*_REPEATABLE, "prepare", "step", "sum_of_powers")
 
 
 class Settled:
-    """Waits for all calls, whatever becomes of each.
+    """Waits for all calls, whatever becomes of each."""
 
-    With `stubborn` also through Ctrl-C, which is then left to the caller to raise.
-    """
-
-    def __init__(self, calls: Sequence[Callable[[], Any]], *, stubborn: bool = False) -> None:
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self.results: list[Any] = []
         self.worked: list[int] = []
         self.failed: list[tuple[int, GradwireError]] = []
-        self.interrupted: KeyboardInterrupt | None = None
         for index, call in enumerate(calls):
-            while True:
-                try:
-                    self.results.append(call())
-                    self.worked.append(index)
-                except GradwireError as error:
-                    self.failed.append((index, error))
-                except KeyboardInterrupt as interrupt:
-                    if not stubborn:
-                        raise
-                    self.interrupted = interrupt
-                    continue
-                break
+            try:
+                self.results.append(call())
+                self.worked.append(index)
+            except GradwireError as error:
+                self.failed.append((index, error))
+
+
+def uninterrupted(work: Callable[[], None]) -> KeyboardInterrupt | None:
+    """Does work that no key may stop halfway, on a thread that no signal reaches.
+
+    Returns the interrupt that came meanwhile, which is left to the caller to raise.
+    """
+    grad_enabled = torch.is_grad_enabled()
+
+    def do() -> None:
+        with torch.set_grad_enabled(grad_enabled):
+            work()
+
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return None
+    done = current_node().pool.submit(copy_context().run, do)
+    interrupted = None
+    while True:
+        try:
+            done.result()
+            return interrupted
+        except KeyboardInterrupt as interrupt:
+            interrupted = interrupt
 
 
 def all_of(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -45,8 +45,11 @@ class RemoteRef:
 
     def call(self, method: str, /, *args: object, timeout: float | None = None, **kwargs: object) -> Any:
         """Calls a method there."""
-        future = self.call_async(method, *args, timeout=timeout, **kwargs)
-        return _calls.wait(future, f"{self.class_name}.{method} on {self._worker.target}")
+        # Without a name for the future, here and below: an error's traceback would have it.
+        return _calls.wait(
+            self.call_async(method, *args, timeout=timeout, **kwargs),
+            f"{self.class_name}.{method} on {self._worker.target}",
+        )
 
     def call_async(
         self, method: str, /, *args: object, timeout: float | None = None, **kwargs: object
@@ -68,8 +71,10 @@ class RemoteRef:
         self._releases = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        future = self._worker._start("__call__", args, kwargs, target=self._message)
-        return _calls.wait(future, f"{self.class_name} on {self._worker.target}")
+        return _calls.wait(
+            self._worker._start("__call__", args, kwargs, target=self._message),
+            f"{self.class_name} on {self._worker.target}",
+        )
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
@@ -108,9 +113,10 @@ class RemoteMethod:
         self.__name__ = name
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        future = self._ref._worker._start(self.__name__, args, kwargs, target=self._ref._message)
-        what = f"{self._ref.class_name}.{self.__name__} on {self._ref._worker.target}"
-        return _calls.wait(future, what)
+        return _calls.wait(
+            self._ref._worker._start(self.__name__, args, kwargs, target=self._ref._message),
+            f"{self._ref.class_name}.{self.__name__} on {self._ref._worker.target}",
+        )
 
     def __repr__(self) -> str:
         return f"<gradwire method {self.__name__} of {self._ref!r}>"

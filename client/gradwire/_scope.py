@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import Cancelled
 
 if TYPE_CHECKING:
+    from gradwire._compression import Compression
     from gradwire._node import Node
     from gradwire.autograd.ids import ContextId
     from gradwire.transport.base import Exchange, Pending
@@ -30,9 +31,12 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scope:
-    """The surroundings of the code that runs now. Empty outside served functions."""
+    """The surroundings of the code that runs now. Empty outside served functions.
+
+    Others see the same object: to change something for a block, enter a copy.
+    """
 
     node: Node | None = None
     exchange: Exchange | None = None
@@ -42,9 +46,11 @@ class Scope:
     """The autograd context that calls are made in; None for the node's ambient one."""
     around_wait: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the code waits for another process, so that others may compute meanwhile."""
+    compression: Compression | None = None
+    """Of calls that are made; None for what the handle to a worker says."""
 
 
-_scope: ContextVar[Scope] = ContextVar("gradwire_scope", default=Scope())  # noqa: B039 - it is frozen
+_scope: ContextVar[Scope] = ContextVar("gradwire_scope", default=Scope())  # noqa: B039 - nobody changes it
 
 
 def current_scope() -> Scope:
@@ -59,14 +65,19 @@ def leave(token: Token[Scope]) -> None:
     _scope.reset(token)
 
 
-@contextmanager
-def entered(scope: Scope) -> Iterator[None]:
+class entered:
     """Runs a block in a scope."""
-    token = enter(scope)
-    try:
-        yield
-    finally:
-        leave(token)
+
+    __slots__ = ("_scope", "_token")
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        self._token = enter(self._scope)
+
+    def __exit__(self, *_: object) -> None:
+        leave(self._token)
 
 
 def time_left(timeout: float | None) -> float | None:
@@ -106,6 +117,7 @@ def cancel_with_caller(pending: Pending) -> None:
         return
     if exchange.cancelled:
         raise Cancelled("whoever asked for this has given it up")
+    pending.is_nested = True
     take_back = exchange.when_cancelled(pending.cancel)
     # Else a function that makes many calls would keep the results of all of them until it returns.
     pending.when_settled(take_back)

@@ -11,6 +11,7 @@ from typing import Any, Self, overload
 
 from gradwire import _calls, wire
 from gradwire._calls import CallFuture
+from gradwire._compression import NOT_COMPRESSED, Compression
 from gradwire._describe import FunctionInfo, function_info
 from gradwire._devices import NO_MAP, Device, DeviceMap
 from gradwire._node import Node, SharedLink, current_node
@@ -32,10 +33,17 @@ class RemoteWorker:
     from any thread.
     """
 
-    def __init__(self, place: SharedLink, target: str, devices: DeviceMap = NO_MAP) -> None:
+    def __init__(
+        self,
+        place: SharedLink,
+        target: str,
+        devices: DeviceMap = NO_MAP,
+        compression: Compression = NOT_COMPRESSED,
+    ) -> None:
         self._place = place
         self._target = target
         self._devices = devices
+        self._compression = compression
         place.join(self)
         self._closed = False
         self._description: describe_pb2.DescribeReply | None = None
@@ -57,8 +65,9 @@ class RemoteWorker:
         return self._place.get()
 
     def _ready(self) -> None:
-        """Connects, and checks the device map against the worker's devices."""
+        """Connects, and checks the device map and the codecs against what the worker has."""
         link = self._link
+        self._compression.check(link)
         if self._devices is not NO_MAP:
             self._devices.check(self.describe().devices, str(link.peer))
 
@@ -94,6 +103,9 @@ class RemoteWorker:
         target: value_pb2.RemoteRef | None = None,
         keep: autograd_pb2.Keep | None = None,
     ) -> CallFuture:
+        # State, optimizers and what objects are made of arrive as they are: they are not sent once a step.
+        is_exact = keep is not None or function.startswith("gradwire.")
+        compression = NOT_COMPRESSED if is_exact else current_scope().compression or self._compression
         # The time to connect, if that has to be done first, counts.
         with nullcontext() if timeout is None else scope_timeout(timeout):
             return _calls.start_call(
@@ -105,6 +117,7 @@ class RemoteWorker:
                 target=target,
                 keep=keep,
                 devices=self._devices,
+                compression=compression,
                 resolve_ref=self._adopt,
             )
 
@@ -130,8 +143,9 @@ class RemoteWorker:
         if stale not in ("error", "allow"):
             raise ValueError(f'stale is "error" or "allow", not {stale!r}')
         keep = autograd_pb2.Keep(name=name or "", allow_stale=stale == "allow")
-        future = self._start(class_name, args, kwargs, keep=keep)
-        return _calls.wait(future, f"{class_name} on {self._target}")
+        return _calls.wait(
+            self._start(class_name, args, kwargs, keep=keep), f"{class_name} on {self._target}"
+        )
 
     def get(self, name: str) -> Any:
         """An object that the worker shares by name."""
@@ -141,8 +155,10 @@ class RemoteWorker:
         self, function: str, /, *args: object, timeout: float | None = None, **kwargs: object
     ) -> RemoteRef:
         """Calls a function and leaves its result on the worker."""
-        future = self._start(function, args, kwargs, timeout, keep=autograd_pb2.Keep())
-        ref: RemoteRef = _calls.wait(future, f"{function} on {self._target}")
+        ref: RemoteRef = _calls.wait(
+            self._start(function, args, kwargs, timeout, keep=autograd_pb2.Keep()),
+            f"{function} on {self._target}",
+        )
         return ref
 
     def _adopt(self, message: value_pb2.RemoteRef) -> object:
@@ -166,6 +182,11 @@ class RemoteWorker:
     def traffic(self) -> Traffic:
         """Bytes that this process and the worker sent each other since their link was opened."""
         return self._link.traffic
+
+    def forget_error_feedback(self) -> None:
+        """Forgets, here and on the worker, what rounding left out of earlier gradients: for a new model."""
+        self._place.participant.feedback.forget(self._link.peer.node)
+        self.call("gradwire.forget_error_feedback")
 
     def describe(self, timeout: float | None = 30.0) -> describe_pb2.DescribeReply:
         """What the worker says of itself, as protobuf."""
@@ -273,7 +294,9 @@ def connect(
     connect_timeout: float = ...,
     lost_after: float = ...,
     wait_for_ready: bool = ...,
+    same_host: bool = ...,
     device_map: Mapping[Device, Device] | None = ...,
+    compress: Compression | None = ...,
 ) -> RemoteWorker: ...
 
 
@@ -284,7 +307,9 @@ def connect(
     connect_timeout: float = ...,
     lost_after: float = ...,
     wait_for_ready: bool = ...,
+    same_host: bool = ...,
     device_map: Mapping[Device, Device] | None = ...,
+    compress: Compression | None = ...,
 ) -> list[RemoteWorker]: ...
 
 
@@ -294,7 +319,9 @@ def connect(
     connect_timeout: float = LinkSettings.connect_timeout,
     lost_after: float = LinkSettings.lost_after,
     wait_for_ready: bool = True,
+    same_host: bool = True,
     device_map: Mapping[Device, Device] | None = None,
+    compress: Compression | None = None,
 ) -> RemoteWorker | list[RemoteWorker]:
     """Connects to a worker at ``"host:port"`` or ``"unix:path"``, or to several at once.
 
@@ -305,19 +332,29 @@ def connect(
     Both wait, and try again meanwhile. With ``wait_for_ready=False`` nothing waits: connecting fails at the
     first refusal, and so does a call while the link is cut, though the link is still mended.
 
+    A worker on the same host is reached around the network, and large tensors cross in shared memory, where
+    both are the same user's and nothing lies between them, such as a proxy. ``same_host=False`` leaves it.
+
     `device_map` says for devices of this process which of the worker's devices arguments go to, e.g.
     ``{"cuda:0": "cuda:1"}``; results come back by the reverse, gradients follow their tensors. Without it
     tensors arrive on the CPU. Raises `InvalidDeviceMap` if either end lacks a device.
+
+    `compress` makes large tensors smaller on their way, e.g. ``gw.Compression(backward="int8")``; without it
+    nothing is. Raises `CodecUnavailable` if either end lacks a codec.
     """
     settings = LinkSettings(
-        connect_timeout=connect_timeout, lost_after=lost_after, wait_for_ready=wait_for_ready
+        connect_timeout=connect_timeout,
+        lost_after=lost_after,
+        wait_for_ready=wait_for_ready,
+        same_host=same_host,
     )
     devices = NO_MAP if device_map is None else DeviceMap(device_map)
     node = current_node()
     targets = [target] if isinstance(target, str) else target
     for one in targets:
         _check_address(one)
-    workers = [RemoteWorker(node.place_for(one, settings), one, devices) for one in targets]
+    compression = compress or NOT_COMPRESSED
+    workers = [RemoteWorker(node.place_for(one, settings), one, devices, compression) for one in targets]
     if len(workers) == 1:
         workers[0]._ready()
     else:

@@ -26,6 +26,7 @@
     │   ├── Unencodable (TypeError)         a value that cannot travel; says where it is
     │   └── MalformedMessage (ValueError)   bytes that make no sense
     ├── InvalidDeviceMap (ValueError)       a device map names devices that are not there
+    ├── CodecUnavailable (RuntimeError)     one of the ends lacks a codec that was asked for
     ├── CheckpointError (OSError)           a checkpoint cannot be written, is damaged, or is not there
     │   └── CheckpointMismatch (ValueError) it is of another model or optimizer
     ├── InternalError (RuntimeError)        a fault of gradwire's own
@@ -49,6 +50,7 @@ __all__ = [
     "Cancelled",
     "CheckpointError",
     "CheckpointMismatch",
+    "CodecUnavailable",
     "ConnectFailed",
     "DeadlineExceeded",
     "ForkedProcess",
@@ -212,6 +214,10 @@ class MalformedMessage(WireError, ValueError):
 
 class InvalidDeviceMap(GradwireError, ValueError):
     """A device map names a device that is not there, or maps two to one."""
+
+
+class CodecUnavailable(GradwireError, RuntimeError):
+    """This process or the other one lacks a codec that tensors were to be compressed with."""
 
 
 class CheckpointError(GradwireError, OSError):

@@ -26,6 +26,7 @@ from gradwire._optimizer_parts import (
     Settled,
     all_of,
     as_groups,
+    uninterrupted,
 )
 from gradwire._scope import current_scope, entered, time_left
 from gradwire._stepping import MADE, NOT_MADE, UNKNOWN, sum_of_powers
@@ -141,9 +142,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_one(self, ticket: int, part: RemotePart) -> KeyboardInterrupt | None:
         """One request. Once it is sent it counts, so nothing may keep this process from the answer."""
-        call = part.start("step", ticket, *self._checks(), _PATIENCE_SECONDS)
-        settled = Settled([call], stubborn=True)
-        return self._conclude(ticket, [part], [call], settled)
+
+        def step() -> None:
+            call = part.start("step", ticket, *self._checks(), _PATIENCE_SECONDS)
+            self._conclude(ticket, [part], [call], Settled([call]))
+
+        return uninterrupted(step)
 
     def _prepare_and_commit(self, ticket: int, *, in_turn: bool) -> KeyboardInterrupt | None:
         """Asks all workers whether they can step, then tells them to.
@@ -175,31 +179,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _commit(self, ticket: int) -> KeyboardInterrupt | None:
         # All have agreed: from here on no deadline and no key may leave some stepped and some not.
-        with _without_deadline():
+        def commit() -> None:
             calls = [part.start("commit", ticket) for part in self._remote]
-            return self._conclude(ticket, self._remote, calls, Settled(calls, stubborn=True))
+            self._conclude(ticket, self._remote, calls, Settled(calls))
+
+        with _without_deadline():
+            return uninterrupted(commit)
 
     def _conclude(
         self, ticket: int, parts: Sequence[RemotePart], calls: Sequence[RemoteCall], settled: Settled
-    ) -> KeyboardInterrupt | None:
+    ) -> None:
         """Returns if all workers made the step. Else it finds out who did, and raises what says so.
 
         Where they had agreed, it takes a death or a broken optimizer between the yes and the answer.
         """
         if not settled.failed:
-            return settled.interrupted
+            return
         asked = Settled(
             [
                 partial(_outcome, parts[index], ticket, error, was_sent=calls[index].was_sent)
                 for index, error in settled.failed
-            ],
-            stubborn=True,
+            ]
         )
         outcomes = dict.fromkeys(settled.worked, MADE)
         outcomes.update(zip((index for index, _ in settled.failed), asked.results, strict=True))
         failures = [(parts[index], error) for index, error in settled.failed if outcomes[index] != MADE]
         if not failures:
-            return settled.interrupted or asked.interrupted
+            return
         # Whoever was not reached and is still there must not wait for it.
         self._abort(ticket, [part for part, _ in failures])
         if all(outcome == NOT_MADE for outcome in outcomes.values()):

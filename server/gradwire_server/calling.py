@@ -53,8 +53,11 @@ class CallRunner:
         request: autograd_pb2.ForwardWithAutogradRequest,
         exchange: Exchange,
         context: ContextId | None,
-    ) -> tuple[wire.Encoder, autograd_pb2.ForwardWithAutogradReply]:
-        """Runs the function. On return nothing refers to the arguments but what the function kept."""
+    ) -> tuple[wire.Encoder, autograd_pb2.ForwardWithAutogradReply, list[int]]:
+        """Runs the function; also says which objects the reply has refs to.
+
+        On return nothing refers to the arguments but what the function kept.
+        """
         target = self._objects.find(request.target) if request.HasField("target") else None
         served = (
             self._registry.find(request.function, self._name)
@@ -70,15 +73,23 @@ class CallRunner:
         check_fresh = _freshness(module) if module is not None and torch.is_grad_enabled() else None
         # Before the function runs, which may change its arguments.
         recipe = self._recipe(served, request, exchange)
-        result = self._evaluate(served, target, request, exchange)
+        with self._objects.in_use(module):
+            result = self._evaluate(served, target, request, exchange)
         if request.HasField("keep") or self._registry.makes_objects(served):
             result = self._keep(result, request, owner, recipe)
+        refs: list[int] = []
         encoder = wire.Encoder(
             types=self._registry.types,
             attach_from=wire.ATTACH_FROM if exchange.link else None,
-            ref_of=lambda value: self._ref_of(value, owner),
+            codec=wire.find_codec(request.compression.forward),
+            ref_of=lambda value: self._ref_of(value, owner, refs),
         )
-        reply = autograd_pb2.ForwardWithAutogradReply(result=encoder.value(result, "result"))
+        try:
+            encoded = encoder.value(result, "result")
+        except BaseException:
+            self._objects.release(refs)  # they will never be sent
+            raise
+        reply = autograd_pb2.ForwardWithAutogradReply(result=encoded)
         if context is not None:
             own = request.autograd.message if request.autograd.HasField("message") else None
             autograd = self._node.participant.send_results(
@@ -90,7 +101,7 @@ class CallRunner:
             )
             if autograd is not None:
                 reply.autograd.CopyFrom(autograd)
-        return encoder, reply
+        return encoder, reply, refs
 
     def _evaluate(
         self,
@@ -116,9 +127,15 @@ class CallRunner:
             types=self._registry.types,
             resolve_ref=self._resolve,
         )
+        if link is not None:
+            link.count_saved(decoder.saved)
         _put_on_devices(decoder, request.devices)
         self._node.participant.receive_call(
-            request.autograd, decoder, link, f"the arguments of {request.function}"
+            request.autograd,
+            decoder,
+            link,
+            f"the arguments of {request.function}",
+            request.compression if request.HasField("compression") else None,
         )
         args = [decoder.value(value, f"args[{index}]") for index, value in enumerate(request.args)]
         kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
@@ -133,6 +150,10 @@ class CallRunner:
         return served
 
     # -- objects that stay
+
+    def release(self, refs: Sequence[int]) -> None:
+        """Lets go of refs that nobody will look at."""
+        self._objects.release(refs)
 
     def _keep(
         self,
@@ -187,10 +208,15 @@ class CallRunner:
             args, kwargs = self._arguments(request, attachments, None)
             return _call(served, target, args, kwargs)
 
-    def _ref_of(self, value: object, owner: int) -> value_pb2.RemoteRef | None:
+    def _ref_of(self, value: object, owner: int, refs: list[int]) -> value_pb2.RemoteRef | None:
         """The ref of an object that is kept, or that has to be because its class is exposed."""
-        if isinstance(value, Kept):
-            return self._objects.ref(value.held)
+        held = value.held if isinstance(value, Kept) else self._held_for(value, owner)
+        if held is None:
+            return None
+        refs.append(held.number)
+        return self._objects.ref(held)
+
+    def _held_for(self, value: object, owner: int) -> Held | None:
         if is_data(value) or self._registry.is_record(value):
             return None  # it travels itself, even if somebody has a ref to it
         held = self._objects.of(value)
@@ -199,7 +225,7 @@ class CallRunner:
         if held is None or not held.name:
             # The asker's own from now on, too: it must not go with whoever got it first.
             held = self._objects.keep(value, owner=owner)
-        return self._objects.ref(held)
+        return held
 
     def _resolve(self, ref: value_pb2.RemoteRef) -> object:
         """The object itself if it is here, else a handle to where it is."""

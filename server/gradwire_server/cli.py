@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import torch
 import typer
 
+import gradwire
 from gradwire import __version__
 from gradwire.transport import LinkSettings
 from gradwire_server import config, loading, logs
@@ -167,6 +168,15 @@ def serve(
             "INTEGER",
         ),
     ] = 64,
+    threads_per_client: Annotated[
+        int | None,
+        _option(
+            "threads-per-client",
+            "Of those, calls of one client. [dim]Default: all of them.[/dim]",
+            config.positive_integer,
+            "INTEGER",
+        ),
+    ] = None,
     max_queued_calls: Annotated[
         int,
         _option(
@@ -231,15 +241,37 @@ def serve(
         int,
         _option(
             "max-bytes-in-flight",
-            "How much of large requests a client may have unanswered at a time.",
+            "How much of large requests may be on its way, or wait, at a time.",
+            config.byte_size,
+            "SIZE",
+        ),
+    ] = 1 << 40,
+    max_bytes_in_flight_per_client: Annotated[
+        int,
+        _option(
+            "max-bytes-in-flight-per-client",
+            "The same for one client, which keeps further ones back.",
             config.byte_size,
             "SIZE",
         ),
     ] = LinkSettings.max_bytes_in_flight,
+    max_contexts: Annotated[
+        int,
+        _option("max-contexts", "Contexts of all clients together.", config.positive_integer, "INTEGER"),
+    ] = HoldLimits.contexts,
     max_contexts_per_client: Annotated[
         int,
         _option("max-contexts-per-client", "Contexts of one client.", config.positive_integer, "INTEGER"),
     ] = HoldLimits.contexts_per_client,
+    max_objects: Annotated[
+        int,
+        _option(
+            "max-objects",
+            "Objects and kept results of all clients, those with a name included.",
+            config.positive_integer,
+            "INTEGER",
+        ),
+    ] = HoldLimits.objects,
     max_objects_per_client: Annotated[
         int,
         _option(
@@ -253,7 +285,7 @@ def serve(
         int,
         _option(
             "max-held-bytes-per-client",
-            "Bytes of results kept for the backward of one client.",
+            "Bytes of objects, and of results kept for backward, of one client.",
             config.byte_size,
             "SIZE",
         ),
@@ -265,6 +297,21 @@ def serve(
     health: Annotated[bool, _option("health", "Serve the standard gRPC health service.")] = True,
     reflection: Annotated[
         bool, _option("reflection", "Serve gRPC reflection, for tools such as grpcurl.")
+    ] = True,
+    same_host: Annotated[
+        bool, _option("same-host", "Let clients on this host go around the network, in shared memory.")
+    ] = True,
+    max_shared_bytes: Annotated[
+        int,
+        _option(
+            "max-shared-bytes",
+            "How much shared memory to set up for clients on this host.",
+            config.byte_size,
+            "SIZE",
+        ),
+    ] = LinkSettings.max_shared_bytes,
+    tune_malloc: Annotated[
+        bool, _option("tune-malloc", "Keep freed memory, up to 512 MiB, for the next large tensor.")
     ] = True,
     state_dir: Annotated[
         str | None,
@@ -321,6 +368,8 @@ def serve(
     sys.setswitchinterval(0.0005)
     if torch_threads is not None:
         torch.set_num_threads(torch_threads)
+    if tune_malloc:
+        gradwire.tune_malloc()
 
     signals = _Signals()
     loading.use_working_directory()
@@ -333,11 +382,15 @@ def serve(
             bind=bind,
             name=name,
             threads=threads,
+            threads_per_client=threads_per_client,
             max_queued_calls=max_queued_calls,
             max_queued_calls_per_client=max_queued_calls_per_client,
             max_bytes_in_flight=max_bytes_in_flight,
+            max_bytes_in_flight_per_client=max_bytes_in_flight_per_client,
             hold_limits=HoldLimits(
+                contexts=max_contexts,
                 contexts_per_client=max_contexts_per_client,
+                objects=max_objects,
                 objects_per_client=max_objects_per_client,
                 bytes_per_client=max_held_bytes_per_client,
                 bytes=max_held_bytes,
@@ -347,6 +400,8 @@ def serve(
             grace=grace,
             health=health,
             reflection=reflection,
+            same_host=same_host,
+            max_shared_bytes=max_shared_bytes,
             state_dir=state_dir,
             save_every=save_every,
             **optional,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,14 @@ from gradwire.transport import (
     Identity,
     Link,
     LinkSettings,
+    LocalStreams,
+    MeetingPoint,
+    Room,
+    StreamPair,
     Streams,
     Timer,
     call_later,
+    confirm,
     faults,
     frames,
 )
@@ -38,7 +44,7 @@ Hello = link_pb2.Hello
 class _Session:
     key: tuple[int, int]
     conversation: Conversation
-    streams: Streams
+    streams: StreamPair
     attempt: int
     lease: Timer | None = None
 
@@ -55,7 +61,9 @@ class Hub:
         handler: Handler,
         settings: LinkSettings,
         on_open: Callable[[Link], None] = lambda _: None,
+        room: Room | None = None,
     ) -> None:
+        self._room = room or Room()
         self._identity = identity
         self._handler = handler
         self._on_open = on_open
@@ -64,6 +72,8 @@ class Hub:
         self._sessions: dict[tuple[int, int], _Session] = {}
         self._readers: set[threading.Thread] = set()
         self._closed = False
+        self._meeting_point: MeetingPoint | None = None
+        """Opened for the first client that could come there."""
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -87,6 +97,8 @@ class Hub:
             if session.lease is not None:
                 session.lease.cancel()
             session.conversation.close(leaving=True)
+        if self._meeting_point is not None:
+            self._meeting_point.close()  # nobody opens another: who comes now is refused
 
     def join(self, timeout: float) -> None:
         """Waits for the threads that read; they end with their streams."""
@@ -128,8 +140,49 @@ class Hub:
         with self._lock:
             self._readers.add(reader)
         reader.start()
-        yield self._welcome(resumed)
-        yield from streams.control if hello.role == Hello.ROLE_CONTROL else streams.bulk
+        if hello.role == Hello.ROLE_BULK:
+            yield self._welcome(resumed)
+            yield from streams.bulk
+            return
+        meeting_point = self._open_meeting_point() if hello.same_host else None
+        if meeting_point is None:
+            yield self._welcome(resumed)
+            yield from streams.control
+            return
+        offer = meeting_point.offer((session, streams), context.peer())
+        try:
+            yield self._welcome(resumed, offer)
+            yield from streams.control
+        finally:
+            meeting_point.forget(offer)
+
+    def _open_meeting_point(self) -> MeetingPoint | None:
+        with self._lock:
+            if self._meeting_point is None and self._settings.same_host and not self._closed:
+                self._meeting_point = MeetingPoint.open(self._on_met)
+            return self._meeting_point
+
+    def _on_met(self, purpose: object, connection: socket.socket) -> None:
+        """A client of this host came, who has a stream already: reads what it says from here on."""
+        assert isinstance(purpose, tuple)
+        session, beneath = purpose
+        local = LocalStreams(self._settings, session.conversation.allowance, connection, beneath)
+        with self._lock:
+            self._readers.add(threading.current_thread())
+        session.conversation.attach(local, instead_of=beneath)
+        try:
+            # Only now: what is said to the client before would go over the stream, where it does not look.
+            confirm(connection)
+        except OSError:
+            local.close(discard=True)
+        try:
+            local.carry(session.conversation, gives_way=False)
+        except GradwireError as error:
+            session.conversation.refuse(error)
+        finally:
+            self._leave(session, beneath)
+            with self._lock:
+                self._readers.discard(threading.current_thread())
 
     def _join(self, hello: link_pb2.Hello, address: str) -> tuple[_Session | None, bool]:
         """The session that a stream belongs to, and whether it was there before."""
@@ -147,10 +200,11 @@ class Hub:
             if session is not None and session.attempt >= hello.attempt:
                 raise ProtocolError("a stream of an attempt that has been superseded")
             resumed = session is not None
-            streams = Streams(self._settings)
             if session is None:
-                session = self._sessions[key] = self._new_session(key, hello, streams, address)
+                session = self._sessions[key] = self._new_session(key, hello, address)
+                streams = session.streams
             else:
+                streams = StreamPair(self._settings, session.conversation.allowance)
                 if session.lease is not None:
                     session.lease.cancel()
                 session.streams, session.attempt, session.lease = streams, hello.attempt, None
@@ -162,16 +216,16 @@ class Hub:
             log.info("%s connected from %s", session.conversation.peer, address)
         return session, resumed
 
-    def _new_session(
-        self, key: tuple[int, int], hello: link_pb2.Hello, streams: Streams, address: str
-    ) -> _Session:
+    def _new_session(self, key: tuple[int, int], hello: link_pb2.Hello, address: str) -> _Session:
         peer = Identity(hello.node, _printable(hello.name) or address)
-        conversation = Conversation(self._identity, peer, self._handler, self._settings)
+        conversation = Conversation(self._identity, peer, self._handler, self._settings, self._room)
         conversation.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
         conversation.peer_takes_in_flight(hello.max_bytes_in_flight)
+        conversation.peer_codecs = frozenset(hello.codecs)
+        streams = StreamPair(self._settings, conversation.allowance)
         return _Session(key, conversation, streams, hello.attempt)
 
-    def _welcome(self, resumed: bool) -> bytes:
+    def _welcome(self, resumed: bool, offer: link_pb2.SameHost | None = None) -> bytes:
         welcome = link_pb2.Welcome(
             protocol=PROTOCOL,
             node=self._identity.node,
@@ -180,6 +234,8 @@ class Hub:
             lease_seconds=self._settings.lease,
             max_message_bytes=self._settings.max_message_bytes,
             max_bytes_in_flight=self._settings.max_bytes_in_flight,
+            codecs=self._settings.codecs,
+            same_host=offer,
         )
         return frames.envelope(link_pb2.Frame(welcome=welcome))
 

@@ -1,8 +1,9 @@
 """Objects that stay on the worker: what classes made, and what was kept by name.
 
 An object without a name belongs to the client that made it, and goes when that client lets go of it or is
-gone; nobody else can delete it. An object with a name is everybody's: it stays until somebody deletes it.
-Objects that the worker's own code exposed by name stay as long as the worker.
+gone; nobody else can delete it. Clients without a link cannot be seen to go: what they made goes when it was
+not used for the length of the lease. An object with a name is everybody's: it stays until somebody deletes
+it. Objects that the worker's own code exposed by name stay as long as the worker.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -25,8 +27,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire._scope import current_scope
+from gradwire.autograd import nbytes
 from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StepRefused, UnknownFunction
 from gradwire.proto.v1 import value_pb2
+from gradwire.transport import call_later
 from gradwire_server.registry import Served, method_names
 
 if TYPE_CHECKING:
@@ -110,6 +114,11 @@ class Held:
     recipe: Recipe | None = None
     locks: frozenset[StepLock] = field(default_factory=frozenset)
     """Those of its parameters. Modules that share parameters share locks."""
+    bytes: int = 0
+    """Of its tensors, as far as they can be seen."""
+    last_used: float = field(default_factory=time.monotonic)
+    users: int = 0
+    """Calls that run on it."""
     handles: int = 0
     """How many refs to it were sent and not yet let go of. With the last it goes, unless it has a name."""
     steps: int = 0
@@ -135,6 +144,7 @@ class Objects:
         self._by_identity: dict[int, list[Held]] = {}
         self._locks: MutableMapping[torch.Tensor, StepLock] = WeakTensorKeyDictionary()
         self._owned: Counter[int | None] = Counter()
+        self._bytes_of: Counter[int | None] = Counter()
         self.optimizers: weakref.WeakSet[WorkerOptimizer] = weakref.WeakSet()
         self.saved_optimizers: dict[str, dict[str, Any]] = {}
         """What was restored at start of optimizers, until their trainers come back for it."""
@@ -168,9 +178,12 @@ class Objects:
                 allow_stale=allow_stale,
                 recipe=recipe,
                 locks=self._locks_of(value),
+                bytes=_tensor_bytes(value),
             )
             self._held[held.number] = held
-            self._owned[held.owner] += 1
+            if not permanent:
+                self._owned[held.owner] += 1
+                self._bytes_of[held.owner] += held.bytes
             if not is_data(value):
                 # Named ones first: they are what others know it by.
                 self._by_identity[id(value)] = [held, *same] if name else [*same, held]
@@ -192,15 +205,22 @@ class Objects:
         """Whether a trainer has yet to say what becomes of a step that was prepared."""
         return any(optimizer.is_prepared for optimizer in list(self.optimizers))
 
-    def count(self, owner: int) -> int:
-        """How many objects belong to a client."""
+    def held_by(self, owner: int) -> tuple[int, int]:
+        """How many objects belong to a client, and their bytes."""
         with self._lock:
-            return self._owned[owner]
+            return self._owned[owner], self._bytes_of[owner]
+
+    def held(self) -> tuple[int, int]:
+        """The same for all clients together."""
+        with self._lock:
+            return self._owned.total(), self._bytes_of.total()
 
     def find(self, ref: value_pb2.RemoteRef) -> Held:
         """The object that a ref names."""
         with self._lock:
             held = self._names.get(ref.name) if ref.name else self._held.get(ref.ref)
+            if held is not None:
+                held.last_used = time.monotonic()
         if held is None or (not ref.name and ref.node.id != self._node):
             what = f"object named {ref.name!r}" if ref.name else f"{ref.class_name or 'object'} {ref.ref}"
             raise NotFound(
@@ -228,6 +248,21 @@ class Objects:
             is_module=isinstance(held.value, torch.nn.Module),
             methods=method_names(type(held.value)),
         )
+
+    @contextmanager
+    def in_use(self, held: Held | None) -> Iterator[None]:
+        """While a call runs on an object. None: on none."""
+        if held is None:
+            yield
+            return
+        with self._lock:
+            held.users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                held.users -= 1
+                held.last_used = time.monotonic()
 
     @contextmanager
     def unchanging(self, values: Iterable[object]) -> Iterator[None]:
@@ -286,11 +321,29 @@ class Objects:
             dropped = [held for held in self._held.values() if held.owner == node]
         self._drop(dropped)
 
+    def keep_lease(self, seconds: float, is_linked: Callable[[int], bool]) -> None:
+        """From now on lets go of what `drop_unused` finds."""
+        call_later(max(seconds / 4, 0.01), partial(_sweep, weakref.ref(self), seconds, is_linked))
+
+    def drop_unused(self, seconds: float, is_linked: Callable[[int], bool]) -> None:
+        """Lets go of objects that were not used for so long, and whose clients cannot be seen to go."""
+        before = time.monotonic() - seconds
+        with self._lock:
+            unused = [
+                held
+                for held in self._held.values()
+                if held.owner is not None and not held.users and held.last_used < before
+            ]
+        self._drop([held for held in unused if held.owner is not None and not is_linked(held.owner)])
+
     def _drop(self, dropped: list[Held]) -> None:
         with self._lock:
             for held in dropped:
-                if self._held.pop(held.number, None) is not None:
+                if self._held.pop(held.number, None) is not None and not held.permanent:
                     self._owned[held.owner] -= 1
+                    self._bytes_of[held.owner] -= held.bytes
+                    if not self._owned[held.owner]:
+                        del self._owned[held.owner], self._bytes_of[held.owner]
                 others = [one for one in self._by_identity.pop(id(held.value), []) if one is not held]
                 if others:
                     self._by_identity[id(held.value)] = others
@@ -304,6 +357,19 @@ class Objects:
                 except Exception:
                     # The others that go with it must go, too.
                     log.exception("closing a %s failed", type(held.value).__name__)
+
+
+def _sweep(objects_ref: weakref.ref[Objects], seconds: float, is_linked: Callable[[int], bool]) -> None:
+    objects = objects_ref()
+    if objects is not None:
+        objects.drop_unused(seconds, is_linked)
+        objects.keep_lease(seconds, is_linked)
+
+
+def _tensor_bytes(value: object) -> int:
+    if isinstance(value, torch.nn.Module):
+        return sum(map(nbytes, itertools.chain(value.parameters(), value.buffers())))
+    return nbytes(value) if isinstance(value, torch.Tensor) else 0
 
 
 def method_of(held: Held, name: str, worker: str) -> Served:

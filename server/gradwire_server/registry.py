@@ -7,7 +7,7 @@ import difflib
 import enum
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, TypeVar, overload
@@ -20,6 +20,9 @@ from gradwire.wire import TypeRegistry
 from gradwire_server.errors import NothingExposed
 
 __all__ = ["Instance", "Registry", "Served", "expose", "exposed_in", "method_names"]
+
+_MOST_FITTING = 100
+"""Ways of calling a function that are remembered."""
 
 T = TypeVar("T")
 
@@ -104,10 +107,15 @@ class Served:
         self.value = value
         self.signature = _signature(like or value)
         """Of the function itself, or of the one that it is `like`."""
+        self._fitting: set[tuple[int, tuple[str, ...]]] = set()
+        """Numbers of arguments, and names of keywords, that are known to fit: binding is slow."""
 
-    def bind(self, args: Iterable[object], kwargs: dict[str, object]) -> None:
+    def bind(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
         """Raises WrongArguments if the arguments do not fit."""
         if self.signature is None:
+            return
+        given = (len(args), tuple(kwargs))
+        if given in self._fitting:
             return
         try:
             self.signature.bind(*args, **kwargs)
@@ -115,6 +123,8 @@ class Served:
             raise WrongArguments(
                 f"{self.name}: {error}; its signature is {self.name}{self.signature}"
             ) from None
+        if len(self._fitting) < _MOST_FITTING:
+            self._fitting.add(given)
 
     def describe(self) -> describe_pb2.Function:
         described = _describe_callable(self.name, self.value, self.signature)

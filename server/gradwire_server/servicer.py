@@ -6,14 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from gradwire import __version__, wire
 from gradwire._node import Node
-from gradwire._scope import current_scope, entered
+from gradwire._scope import current_scope
 from gradwire.autograd import ContextId, applied_modes, message_ids, message_protos, nbytes
 from gradwire.errors import MalformedMessage, Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
@@ -54,27 +53,31 @@ class Servicer:
                 exchange.fail(faults.describe(error, self.name))
             else:
                 client = 0 if exchange.link is None else exchange.link.peer.node
-                self._slots.submit(lambda: self._node.answer(exchange, work, self._slots.yielded), client)
+                around_wait = partial(self._slots.yielded, client)
+                task = partial(self._node.answer, exchange, work, around_wait)
+                self._slots.submit(task, client, here=exchange.may_run_here)
 
         return handle
 
     def _forward(self, exchange: Exchange) -> None:
         request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, exchange.request.body)
         participant = self._node.participant
-        participant.store.release(message_ids(request.released))
-        with ExitStack() as stack:
-            stack.enter_context(applied_modes(request.modes))
-            context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
-            stack.enter_context(participant.store.in_use(context))
-            stack.enter_context(entered(replace(current_scope(), context=context)))
-            encoder, reply = self._runner.run(request, exchange, context)
+        if request.released:
+            participant.store.release(message_ids(request.released))
+        context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
+        current_scope().context = context  # it was made for this question
+        with applied_modes(request.modes), participant.store.in_use(context):
+            encoder, reply, refs = self._runner.run(request, exchange, context)
             table, attachments = encoder.finish()
         reply.tensors.CopyFrom(table)
         if exchange.link is not None:
+            exchange.link.count_saved(encoder.saved)
             released = participant.releases_to(exchange.link).take()
             reply.released.extend(message_protos(released))
         exchange.reply(reply.SerializeToString(), attachments)
         participant.undo_if_unread(reply, exchange)
+        if refs:
+            exchange.when_cancelled(lambda: self._runner.release(refs))
 
     def _describe(self, exchange: Exchange) -> None:
         wire.parse(describe_pb2.DescribeRequest, exchange.request.body)
@@ -113,7 +116,15 @@ class Servicer:
                 bytes=sum(result.bytes for result in kept) + sum(map(nbytes, gradients)),
             )
         for node, link in clients.items():
-            reply.clients.add(name=link.peer.name, node=f"{node:016x}", connected=link.connected)
+            traffic = link.traffic
+            reply.clients.add(
+                name=link.peer.name,
+                node=f"{node:016x}",
+                connected=link.connected,
+                sent_bytes=traffic.sent,
+                received_bytes=traffic.received,
+                saved_bytes=traffic.saved,
+            )
         exchange.reply(reply.SerializeToString())
 
 

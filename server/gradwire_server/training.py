@@ -36,6 +36,7 @@ def add_training(registry: Registry, objects: Objects) -> None:
         verbs.load_state_dict,
     ):
         registry.add_internal(f"gradwire.module.{verb.__name__}", verb)
+    registry.add_internal("gradwire.forget_error_feedback", forget_error_feedback)
     registry.add_internal("gradwire.optimizer", Optimizers(registry, objects).make)
 
 
@@ -83,6 +84,13 @@ class _Verbs:
             except RuntimeError as error:
                 return [], [], str(error)
         return list(keys.missing_keys), list(keys.unexpected_keys), ""
+
+
+def forget_error_feedback() -> None:
+    """What rounding left out of gradients for the caller is not added to later ones."""
+    scope = current_scope()
+    if scope.node is not None and scope.exchange is not None and scope.exchange.link is not None:
+        scope.node.participant.feedback.forget(scope.exchange.link.peer.node)
 
 
 def train(module: torch.nn.Module, mode: bool) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
 from gradwire.errors import GradwireError, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import Exchange, Handler, Received, Sendable, call_each, faults
+from gradwire.transport import Exchange, Handler, Received, Sendable, faults
 
 __all__ = ["ERROR_METADATA", "UnaryExchange", "unary_handler"]
 
@@ -43,6 +44,7 @@ _STATUS: dict[int, grpc.StatusCode] = {
     Code.CODE_STEP_TORN: grpc.StatusCode.DATA_LOSS,
     Code.CODE_STEP_REFUSED: grpc.StatusCode.FAILED_PRECONDITION,
     Code.CODE_INVALID_DEVICE_MAP: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.CODE_CODEC_UNAVAILABLE: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 
@@ -52,6 +54,7 @@ class UnaryExchange(Exchange):
     link = None
 
     def __init__(self, method: int, body: bytes, context: grpc.ServicerContext) -> None:
+        super().__init__()
         self.method = method
         self.request = Received(body)
         left = context.time_remaining()
@@ -59,28 +62,9 @@ class UnaryExchange(Exchange):
         self.deadline = time.monotonic() + left if left is not None and left < 1e9 else None
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._cancelled = False
-        self._callbacks: dict[object, Callable[[], object]] = {}
         self._outcome: bytes | link_pb2.Error | None = None
         if not context.add_callback(self._on_rpc_end):
             self._on_rpc_end()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
-        token = object()
-        with self._lock:
-            if not self._cancelled:
-                self._callbacks[token] = callback
-                return lambda: self._take_back(token)
-        callback()
-        return lambda: None
-
-    def _take_back(self, token: object) -> None:
-        with self._lock:
-            self._callbacks.pop(token, None)
 
     def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
         if attachments:
@@ -106,10 +90,8 @@ class UnaryExchange(Exchange):
         with self._lock:
             if self._outcome is not None:
                 return
-            self._cancelled = True
-            callbacks, self._callbacks = self._callbacks, {}
         self._done.set()
-        call_each(callbacks.values())
+        self.cancel()
 
 
 def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> Any:
@@ -143,12 +125,19 @@ def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> An
         if isinstance(outcome, bytes):
             return outcome
         _shorten(outcome)
-        context.set_trailing_metadata(((ERROR_METADATA, outcome.SerializeToString()),))
+        context.set_trailing_metadata(((ERROR_METADATA, outcome.SerializeToString()), *_retry_hint(outcome)))
         text = f"{outcome.types[0]}: {outcome.message}" if outcome.types else outcome.message
         context.abort(_STATUS.get(outcome.code, grpc.StatusCode.INTERNAL), text)
         raise AssertionError("abort raises")
 
     return grpc.unary_unary_rpc_method_handler(serve)
+
+
+def _retry_hint(error: link_pb2.Error) -> tuple[tuple[str, str], ...]:
+    """What gRPC's own retries, where a client has configured them, wait for."""
+    if not error.retry_after_seconds:
+        return ()
+    return (("grpc-retry-pushback-ms", str(math.ceil(1000 * error.retry_after_seconds))),)
 
 
 def _shorten(error: link_pb2.Error) -> None:

@@ -15,6 +15,10 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+
+# torch loads this, and sympy with it, in the first backward that is given a gradient, which then takes a
+# second or more.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from grpc_health.v1 import health as health_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_module
@@ -22,7 +26,7 @@ from grpc_reflection.v1alpha import reflection as reflection_module
 from gradwire import wire
 from gradwire._node import Node, refuse_if_forked
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import LinkSettings
+from gradwire.transport import LinkSettings, Room
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.calling import CallRunner
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
@@ -77,17 +81,21 @@ class Worker:
         bind: str | Sequence[str] = "127.0.0.1:0",
         name: str | None = None,
         threads: int = QueueLimits.threads,
+        threads_per_client: int | None = QueueLimits.threads_per_client,
         max_queued_calls: int = QueueLimits.queued,
         max_queued_calls_per_client: int = QueueLimits.queued_per_client,
         lease: float = LinkSettings.lease,
         lost_after: float = LinkSettings.lost_after,
         max_message_bytes: int = LinkSettings.max_message_bytes,
-        max_bytes_in_flight: int = LinkSettings.max_bytes_in_flight,
+        max_bytes_in_flight: int = 1 << 40,
+        max_bytes_in_flight_per_client: int = LinkSettings.max_bytes_in_flight,
         hold_limits: HoldLimits = HoldLimits(),  # noqa: B008 - frozen
         max_unary_bytes: int = 64 << 20,
         grace: float = 10.0,
         health: bool = True,
         reflection: bool = True,
+        same_host: bool = True,
+        max_shared_bytes: int = LinkSettings.max_shared_bytes,
         state_dir: str | os.PathLike[str] | None = None,
         save_every: float | None = None,
     ) -> None:
@@ -100,11 +108,14 @@ class Worker:
             lease=lease,
             lost_after=lost_after,
             max_message_bytes=max_message_bytes,
-            max_bytes_in_flight=max_bytes_in_flight,
+            max_bytes_in_flight=min(max_bytes_in_flight_per_client, max_bytes_in_flight),
+            same_host=same_host,
+            max_shared_bytes=max_shared_bytes,
         )
         self._node = Node(name)
         self._slots = Slots(
-            self._node.pool, QueueLimits(threads, max_queued_calls, max_queued_calls_per_client)
+            self._node.pool,
+            QueueLimits(threads, threads_per_client, max_queued_calls, max_queued_calls_per_client),
         )
         self._objects = Objects(self._node.identity.node, lambda: self._node.participant.new_id().number)
         for instance_name, instance in self._registry.instances.items():
@@ -124,7 +135,13 @@ class Worker:
             self._state = StateDir(Path(state_dir), self._objects, runner.make_again)
         self._saved = threading.Event()
         self._servicer = Servicer(self._node, self._registry, self._slots, runner)
-        self._hub = Hub(self._node.identity, self._node.handle, self._settings, self._node.met)
+        self._hub = Hub(
+            self._node.identity,
+            self._node.handle,
+            self._settings,
+            self._node.met,
+            Room(max_bytes_in_flight),
+        )
         self._max_unary_bytes = max_unary_bytes
         self._health = health
         self._reflection = reflection
@@ -194,7 +211,9 @@ class Worker:
             raise
         self._server = server
         server.start()
-        self._node.participant.keep_lease(self._settings.lease)
+        participant = self._node.participant
+        participant.keep_lease(self._settings.lease)
+        self._objects.keep_lease(self._settings.lease, participant.is_linked)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace: float | None = None) -> bool:

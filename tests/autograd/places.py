@@ -17,6 +17,7 @@ import torch
 
 import gradwire as gw
 from gradwire._node import _nodes
+from gradwire._scope import current_scope
 
 __all__ = ["NAMES", "SHAPE", "Place", "by_value", "oracle", "remote_place"]
 
@@ -84,6 +85,42 @@ class Place:
     def keep_and_return(self, x: torch.Tensor) -> torch.Tensor:
         self.kept["returned"] = x @ self.weight
         return self.kept["returned"]
+
+    def recur(self, x: torch.Tensor, key: str = "") -> torch.Tensor:
+        """One step of a recurrent network whose state stays here, with its graph."""
+        before = self.kept.get(key)
+        state = x if before is None else x + before @ self.weight
+        self.kept[key] = torch.tanh(_Counted.apply(state))
+        return self.kept[key] * self.bias
+
+    def recur_twice(self, x: torch.Tensor, key: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+        """The state itself, and something else."""
+        self.recur(x, key)
+        return self.kept[key], torch.sin(x) * self.bias
+
+    def recur_at(self, x: torch.Tensor, to: str, key: str = "") -> torch.Tensor:
+        """The state stays at a third place."""
+        result: torch.Tensor = self._call(to, "recur", torch.sin(x @ self.weight), key)
+        return result * self.bias
+
+    def recur_here_and_at(self, x: torch.Tensor, to: str, key: str = "") -> torch.Tensor:
+        """State here and there."""
+        result: torch.Tensor = self._call(to, "recur", self.recur(x, key), key)
+        return result
+
+    def detach_kept(self, key: str = "") -> None:
+        if key in self.kept:
+            self.kept[key] = self.kept[key].detach()
+
+    def hook_kept(self, key: str = "") -> None:
+        """A hook that is not linear: it has to see the whole gradient, once."""
+        self.kept[key].register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
+
+    def counted(self) -> int:
+        """How many recurrent steps ran backward since the last time."""
+        global _backwards
+        counted, _backwards = _backwards, 0
+        return counted
 
     def bump_kept(self) -> None:
         self.kept["returned"].mul_(2)
@@ -259,6 +296,21 @@ class Place:
         return held_here()
 
 
+_backwards = 0
+
+
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        global _backwards
+        _backwards += 1
+        return gradient
+
+
 class _Raising(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -276,8 +328,11 @@ class _Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        # Not gw.cancelled(), which is true as soon as the time is up here: the answer would race with the
+        # asker's own clock.
+        exchange = current_scope().exchange
         give_up_at = time.monotonic() + 30
-        while not gw.cancelled() and time.monotonic() < give_up_at:
+        while not (exchange is not None and exchange.cancelled) and time.monotonic() < give_up_at:
             time.sleep(0.001)
         return gradient
 

@@ -44,6 +44,9 @@ OPERATIONS: dict[str, Callable[[Call, str, str, torch.Tensor, torch.Tensor], tor
     # state with its graph
     "keep": lambda call, a, b, x, y: call(a, "keep", x),
     "recall": lambda call, a, b, x, y: call(a, "recall", x),
+    "recur": lambda call, a, b, x, y: call(a, "recur", x),
+    "recur on y": lambda call, a, b, x, y: call(a, "recur", y) * x,
+    "recur elsewhere": lambda call, a, b, x, y: call(a, "recur_at", x, b),
     "forget": lambda call, a, b, x, y: call(a, "forget", x),
     # calls that make calls
     "hop": lambda call, a, b, x, y: call(a, "hop", x, [b]),

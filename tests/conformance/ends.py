@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -18,7 +18,7 @@ from gradwire_server.links import Hub
 
 __all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Node", "opened"]
 
-KINDS = ("in-process", "grpc")
+KINDS = ("in-process", "grpc", "same-host")
 SECONDS = 20.0
 """Longer than anything here takes: what has not happened by then never will."""
 
@@ -99,6 +99,7 @@ def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
             left.close()
             right.close()
         return
+    settings = replace(settings, same_host=kind == "same-host")
     with serving(there, settings) as (hub, address):
         link = GrpcLink(address, here.identity, here.handle, settings)
         link.connect()

@@ -92,6 +92,7 @@ class FaultyProxy:
             pass
         finally:
             self._connections.discard(task)
+            writer.close()  # before anything is awaited: a second cancellation may come there
             await _closed(writer)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -108,6 +109,7 @@ class FaultyProxy:
         finally:
             for pump in pumps:
                 pump.cancel()
+            there_writer.close()
             await asyncio.gather(*pumps, return_exceptions=True)
             await _closed(there_writer)
 
@@ -152,8 +154,8 @@ class FaultyProxy:
 
 async def _closed(writer: asyncio.StreamWriter) -> None:
     """Closes a connection, and returns when nothing of it is left."""
-    writer.transport.abort() if writer.is_closing() else writer.close()
+    writer.close()
     try:
         await asyncio.wait_for(writer.wait_closed(), 5)
     except (OSError, TimeoutError):
-        pass
+        writer.transport.abort()

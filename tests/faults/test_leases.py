@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from tests.faults.proxy import FaultyProxy
@@ -16,8 +18,10 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE
 
 import gradwire as gw
+import gradwire_server as gws
 from gradwire._node import Node
 from gradwire._workers import RemoteWorker
+from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.transport import LinkSettings
 
 # Forking a process that has loaded torch, but has not used gRPC yet, makes many real clients cheap.
@@ -125,3 +129,51 @@ def test_a_client_that_comes_back_too_late_is_told(launch: Launch) -> None:
         assert time.monotonic() - started < DEADLINE
         worker.scale(x).sum().backward()
         assert torch.equal(x.grad, torch.ones(3).double())
+
+
+class Kept:
+    """Something that stays on a worker."""
+
+    def number(self) -> int:
+        return 7
+
+
+def test_objects_of_clients_without_a_link_go_when_they_are_not_used() -> None:
+    lease = 0.5
+    with gws.Worker(Kept, lease=lease) as worker, grpc.insecure_channel(worker.address) as channel:
+        forward = channel.unary_unary("/gradwire.v1.Worker/ForwardWithAutograd")
+
+        def call(function: str, target: value_pb2.RemoteRef | None = None) -> value_pb2.Value:
+            request = autograd_pb2.ForwardWithAutogradRequest(function=function, target=target)
+            reply = forward(request.SerializeToString(), timeout=DEADLINE)
+            return autograd_pb2.ForwardWithAutogradReply.FromString(reply).result
+
+        ref = call("Kept").ref
+        # Longer than the lease, since it is used.
+        until = time.monotonic() + 3 * lease
+        while time.monotonic() < until:
+            assert call("number", ref).integer == 7
+        wait_for(lambda: worker._objects.held() == (0, 0), "the lease running out")
+        with pytest.raises(grpc.RpcError, match="its lease ran out"):
+            call("number", ref)
+
+
+def test_refs_in_a_reply_that_nobody_waits_for_are_released() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def make() -> list[Kept]:
+        started.set()
+        assert go_on.wait(DEADLINE)
+        return [Kept(), Kept()]
+
+    with gws.Worker(make, Kept) as worker, gw.connect(worker.address) as handle:
+        future = handle.call_async("make")
+        assert started.wait(DEADLINE)
+        assert future.cancel()
+        wait_for(lambda: handle.inspect().calls == 1, "the cancellation coming in")
+        go_on.set()
+        wait_for(lambda: handle.inspect().calls == 0, "the call ending")
+        wait_for(lambda: worker._objects.held() == (0, 0), "the refs being released")
+        # As they are when they are read and dropped.
+        assert len(handle.make()) == 2
+        wait_for(lambda: worker._objects.held() == (0, 0), "the refs being dropped")

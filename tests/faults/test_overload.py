@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 from tests.faults.test_deaths import wait_for
 from tests.integration.conftest import Launch
+from tests.integration.daemons import DEADLINE, Daemon
 
 import gradwire as gw
 from gradwire._node import Node
@@ -28,48 +31,99 @@ def work(seconds: float) -> float:
 """
 
 
-@pytest.mark.timeout(240)
-def test_many_clients_on_a_worker_with_little_room_all_finish_and_are_served_alike(launch: Launch) -> None:
-    clients, calls = 60, 8
-    daemon = launch(
-        SERVED, "--threads", "4", "--max-queued-calls", "20", "--max-queued-calls-per-client", "4"
-    )
-    nodes = [Node(f"client-{index}") for index in range(clients)]
-    finished: list[float] = []
-    failed: list[BaseException] = []
-    start = threading.Barrier(clients)
+# Forking a process that has loaded torch, but has not used gRPC yet, makes hundreds of real clients possible.
+CROWD = """
+import os, sys
+import torch
+import gradwire as gw
 
-    def client(node: Node) -> None:
+torch.set_num_threads(1)
+address, clients = sys.argv[1], int(sys.argv[2])
+
+def client(index):
+    worker = gw.connect(address, connect_timeout=60)
+    worker.ping()
+    os.write(ready, b".")
+    os.read(starting, 1)
+    while os.getppid() == parent and not os.path.exists(sys.argv[3]):
+        assert worker.work(0.02) == 0.02
+        os.write(finished, index.to_bytes(2, "little"))
+
+parent = os.getpid()
+is_ready, ready = os.pipe()
+starting, start = os.pipe()
+has_finished, finished = os.pipe()
+children = []
+for index in range(clients):
+    child = os.fork()
+    if child == 0:
+        os.close(start)
         try:
-            worker = RemoteWorker(node.place_for(daemon.address, LinkSettings(connect_timeout=60)), "worker")
-            worker.ping()
-            start.wait(60)
-            begun = time.monotonic()
-            futures = [worker.call_async("work", 0.01) for _ in range(calls)]
-            assert [future.result() for future in futures] == [0.01] * calls
-            finished.append(time.monotonic() - begun)
+            client(index)
         except BaseException as error:
-            failed.append(error)
+            print(f"client {index}: {error!r}", flush=True)
+            os._exit(1)
+        os._exit(0)
+    children.append(child)
+for _ in children:
+    os.read(is_ready, 1)
+print("ready", flush=True)
+sys.stdin.readline()
+os.close(start)
+counts = [0] * clients
+while sum(counts) < 10 * clients:
+    counts[int.from_bytes(os.read(has_finished, 2), "little")] += 1
+print(*counts, flush=True)
+open(sys.argv[3], "w").close()
+os.set_blocking(has_finished, False)  # nobody reads what is still written: it fits into the pipe
+print(*[os.waitpid(child, 0)[1] for child in children], flush=True)
+"""
 
-    threads = [threading.Thread(target=client, args=(node,)) for node in nodes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200)
-    for node in nodes:
-        node.close()
-    assert not failed, failed[:3]
-    assert len(finished) == clients
-    assert max(finished) < 3 * (sum(finished) / clients)
+
+@pytest.mark.timeout(240)
+def test_200_clients_on_a_worker_with_room_for_20_all_finish_and_are_served_alike(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Each client is a process of its own with a link of its own, and calls as fast as it can."""
+    clients = 200
+    daemon = launch(SERVED, "--threads", "4", "--max-queued-calls", "16")
+    script = tmp_path / "crowd.py"
+    script.write_text(CROWD)
+    with subprocess.Popen(
+        [sys.executable, str(script), daemon.address, str(clients), str(tmp_path / "stop")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as crowd:
+        assert crowd.stdin is not None
+        assert crowd.stdout is not None
+        assert crowd.stdout.readline() == "ready\n"
+        before = most_memory(daemon)
+        crowd.stdin.write("start\n")
+        crowd.stdin.flush()
+        counts = [int(count) for count in crowd.stdout.readline().split()]
+        exits = crowd.stdout.readline().split()
+        assert crowd.wait(DEADLINE) == 0
+    # At one moment, while all are at it.
+    assert len(counts) == clients
+    assert max(counts) <= 3 * min(counts), sorted(counts)
+    # Nobody saw an error, and everybody finished.
+    assert exits == ["0"] * clients
+    assert most_memory(daemon) - before < 50_000_000
+
+
+def most_memory(daemon: Daemon) -> int:
+    """The most bytes that it ever had in memory."""
+    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def test_a_call_that_finds_no_room_in_its_time_says_so(launch: Launch) -> None:
     daemon = launch(SERVED, "--threads", "1", "--max-queued-calls", "1")
     with gw.connect(daemon.address) as worker:
         busy = [worker.call_async("work", 3.0) for _ in range(2)]
-        # Both slots are taken once the worker counts two calls.
-        while worker.inspect().calls < 2:
-            pass
+        wait_for(lambda: worker.inspect().calls == 2, "both places being taken")
         with pytest.raises((gw.ResourceExhausted, gw.DeadlineExceeded)):
             worker.call("work", 0.0, timeout=0.3)
         for future in busy:

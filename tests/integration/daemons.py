@@ -10,8 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from tests.integration.forking import Forked
 
 __all__ = ["DEADLINE", "Daemon", "run", "server_command"]
 
@@ -31,18 +34,18 @@ def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+    module: str, *args: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end and gives back its exit code and what it wrote."""
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=_environment(env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
+    """Runs the command of a module to its end and gives back its exit code and what it wrote."""
+    process = Forked(module, args, cwd=cwd, env=_environment(env), stdout=True)
+    assert process.stdout is not None
+    try:
+        with process.stdout, process.stderr, ThreadPoolExecutor(2) as pool:
+            written = [pool.submit(stream.read) for stream in (process.stdout, process.stderr)]
+            code = process.wait(DEADLINE)
+            return subprocess.CompletedProcess([module, *args], code, *(one.result() for one in written))
+    finally:
+        process.kill()
 
 
 class Daemon:
@@ -55,14 +58,12 @@ class Daemon:
         """The ready line."""
         self._ended = False
         self._changed = threading.Condition()
-        self.process = subprocess.Popen(
-            server_command("serve", *args, "--log-format", "json"),
+        self.process = Forked(
+            "gradwire_server.cli",
+            ["serve", *args, "--log-format", "json"],
             cwd=cwd,
             env=_environment(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=False,
         )
         self._reader = threading.Thread(target=self._read, name="daemon-log", daemon=True)
         self._reader.start()
@@ -73,7 +74,6 @@ class Daemon:
         return str(self.ready["addresses"][0])
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for text in self.process.stderr:
             try:
                 line = json.loads(text)
@@ -126,5 +126,4 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.wait()
-        assert self.process.stderr is not None
         self.process.stderr.close()

@@ -104,7 +104,7 @@ def test_a_function_keeps_only_the_calls_that_are_in_flight() -> None:
         other = gw.connect(target)
         for _ in range(50):
             other.call("leaf")
-        seen.append(len(exchange._callbacks))  # type: ignore[union-attr]
+        seen.append(len(exchange._when_cancelled))  # type: ignore[union-attr]
 
     def leaf() -> int:
         return 1

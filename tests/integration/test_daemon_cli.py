@@ -46,7 +46,7 @@ def holding(line: dict[str, object]) -> bool:
 
 
 def serve(folder: Path, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return run(server_command("serve", *args), cwd=folder, env=env)
+    return run("gradwire_server.cli", "serve", *args, cwd=folder, env=env)
 
 
 def one_error_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_version() -> None:
-    done = run(server_command("--version"))
+    done = subprocess.run(server_command("--version"), capture_output=True, text=True, timeout=DEADLINE)
     assert (done.returncode, done.stdout) == (0, f"gradwire-server {gradwire.__version__}\n")
 
 

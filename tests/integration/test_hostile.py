@@ -39,14 +39,19 @@ class RawLink:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         open_stream: Any = self._channel.stream_stream(LINK)
         self._call = open_stream(iter(self._outgoing.get, None), timeout=SECONDS)
+        self._incoming = self._parsed()
         self.send(hello_frame(role=role) if hello is None else hello)
 
     def send(self, data: bytes | Frame) -> None:
         self._outgoing.put(frames.envelope(data) if isinstance(data, Frame) else data)
 
-    def receive(self) -> Iterator[Frame]:
+    def _parsed(self) -> Iterator[Frame]:
         for data in self._call:
             yield from frames.parse(data)
+
+    def receive(self) -> Iterator[Frame]:
+        """The frames that come. Several may come at once: whoever asks next goes on where this one stops."""
+        return self._incoming
 
     def welcome(self) -> RawLink:
         assert next(self.receive()).WhichOneof("kind") == "welcome"

@@ -58,36 +58,52 @@ SCRIPT = textwrap.dedent(
         lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
         return [int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")]
 
-    target, function, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    with gw.connect(target) as worker:
+    def shared():
+        # What is mapped at both ends counts at both.
+        pages, inside = 0, False
+        for line in open("/proc/self/smaps"):
+            if "-" in line.split(" ", 1)[0]:
+                inside = "/memfd:gradwire" in line
+            elif inside and line.startswith("Rss:"):
+                pages += int(line.split()[1])
+        return pages * 1024
+
+    target, function, size, same_host = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
+    with gw.connect(target, same_host=same_host) as worker:
         # What is set up once, on both sides, is not what is measured.
         worker.total(torch.ones(1 << 20))
         worker.same(torch.ones(1 << 20))
         x = None if function == "zeros" else torch.ones(size // 4)
         open("/proc/self/clear_refs", "w").write("5")
-        client_before = memory()[0]
+        client_before, shared_before = memory()[0], shared()
         worker_before = worker.peak_memory(True)[0]
         result = worker.call(function, size if x is None else x)
         worker_most = worker.peak_memory()[1]
-        print(json.dumps({"client": memory()[1] - client_before, "worker": worker_most - worker_before}))
+        extra = {"client": memory()[1] - client_before, "worker": worker_most - worker_before}
+        print(json.dumps({**extra, "shared": shared() - shared_before}))
     """
 )
 
 
+@pytest.mark.parametrize("same_host", [False, True])
 @pytest.mark.parametrize(
     ("function", "client_copies", "worker_copies"), [("total", 0, 1), ("zeros", 1, 1), ("same", 1, 1)]
 )
 def test_a_tensor_needs_its_own_memory_and_little_more(
-    workers: Workers, function: str, client_copies: int, worker_copies: int
+    workers: Workers, function: str, client_copies: int, worker_copies: int, same_host: bool
 ) -> None:
     size = 128 * MB
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, workers.b, function, str(size)],
+        [sys.executable, "-c", SCRIPT, workers.b, function, str(size), str(same_host)],
         capture_output=True,
         text=True,
         timeout=100,
         check=True,
     )
     extra = json.loads(done.stdout)
-    assert extra["client"] <= client_copies * 1.1 * size + 64 * MB, extra
-    assert extra["worker"] <= worker_copies * 1.1 * size + 64 * MB, extra
+    if same_host:
+        both = extra["client"] + extra["worker"] - extra["shared"]
+        assert both <= (client_copies + worker_copies) * 1.1 * size + 64 * MB, extra
+    else:
+        assert extra["client"] <= client_copies * 1.1 * size + 64 * MB, extra
+        assert extra["worker"] <= worker_copies * 1.1 * size + 64 * MB, extra

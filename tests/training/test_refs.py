@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -191,3 +194,29 @@ circle = Circle(); circle.me = circle; circle.held = (layer, ref, opt)
 
 def _contexts(worker: gws.Worker) -> list[gw.autograd.ContextState]:
     return worker._node.participant.store.contexts()
+
+
+def test_an_error_of_a_method_keeps_nothing_of_its_caller(a: Served) -> None:
+    class Local:
+        pass
+
+    def fail(act: Callable[[], object]) -> weakref.ref[Local]:
+        local = Local()  # in a frame that the error's traceback has
+        with pytest.raises(gw.GradwireError):
+            act()
+        return weakref.ref(local)
+
+    notebook = a.handle.create("Notebook")
+    gc.collect()
+    gc.disable()
+    try:
+        for act in (
+            lambda: a.handle.create("NoSuchClass"),
+            lambda: a.handle.remote("no_such_function"),
+            lambda: notebook.call("no_such_method"),
+            lambda: notebook(1),
+            lambda: notebook.write(1, 2, 3, 4),
+        ):
+            assert fail(act)() is None
+    finally:
+        gc.enable()

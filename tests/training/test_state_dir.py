@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.daemons import DEADLINE, Daemon, run, server_command
+from tests.integration.daemons import DEADLINE, Daemon, run
 from tests.training import checkpoint_models
 from tests.training.test_checkpoints import run_killed, same
 from typer.testing import CliRunner
@@ -247,7 +247,7 @@ def test_a_directory_that_is_in_use_damaged_or_none(state_dir: Path) -> None:
 def test_the_daemon_exits_with_7(state_dir: Path) -> None:
     state_dir.write_text("")
     arguments = ["serve", "checkpoint_models", "--bind", "127.0.0.1:0", "--state-dir", str(state_dir)]
-    result = run(server_command(*arguments), cwd=HERE)
+    result = run("gradwire_server.cli", *arguments, cwd=HERE)
     assert (result.returncode, "cannot be written to" in result.stderr) == (7, True), result.stderr
 
 

@@ -69,6 +69,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         name = "gpu-box"
         expose-instance = "layers:encoder = enc"
         threads = 8
+        threads-per-client = 4
         torch-threads = 2
         lease = 60
         lost_after = 2.5
@@ -77,11 +78,17 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         max-queued-calls = 100
         max-queued-calls-per-client = 10
         max-bytes-in-flight = "64MB"
+        max-bytes-in-flight-per-client = "32MB"
+        max-contexts = 50
         max-contexts-per-client = 5
+        max-objects = 60
         max-objects-per-client = 6
         max-held-bytes-per-client = "1GB"
         max-held-bytes = "2GB"
         health = true
+        same-host = false
+        tune-malloc = false
+        max-shared-bytes = "1GiB"
         reflection = false
         state-dir = "/var/lib/gradwire"
         save-every = 60
@@ -96,6 +103,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "name": "gpu-box",
         "expose_instance": ["layers:encoder=enc"],
         "threads": 8,
+        "threads_per_client": 4,
         "torch_threads": 2,
         "lease": 60.0,
         "lost_after": 2.5,
@@ -104,11 +112,17 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "max_queued_calls": 100,
         "max_queued_calls_per_client": 10,
         "max_bytes_in_flight": 64 * 10**6,
+        "max_bytes_in_flight_per_client": 32 * 10**6,
+        "max_contexts": 50,
         "max_contexts_per_client": 5,
+        "max_objects": 60,
         "max_objects_per_client": 6,
         "max_held_bytes_per_client": 10**9,
         "max_held_bytes": 2 * 10**9,
         "health": True,
+        "same_host": False,
+        "tune_malloc": False,
+        "max_shared_bytes": 1 << 30,
         "reflection": False,
         "state_dir": "/var/lib/gradwire",
         "save_every": 60.0,

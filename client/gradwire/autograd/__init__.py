@@ -1,7 +1,8 @@
 """Gradients across nodes, on PyTorch's own engine. Knows nothing of gRPC.
 
 Read `nodes` first: the two nodes that it adds to the graph. `participant` records what crosses, `passes`
-and `local` run backward, `serving` answers those who ask this node to.
+and `local` run backward, `propagating` asks other nodes for their part, `serving` answers those who ask this
+node. `regions`, `merging` and `holding` make it cheap where a worker keeps state from call to call.
 """
 
 from gradwire.autograd.contexts import ContextState, ContextStore

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradwire.autograd.groups import Reach
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.records import SentArguments, SentResults, added
 from gradwire.errors import NotFound
@@ -36,6 +37,7 @@ class ContextState:
         self.last_used = self.since
         self.arguments: set[MessageId] = set()
         self.results: set[MessageId] = set()
+        self.reaches: set[MessageId] = set()
         self.involved: weakref.WeakSet[Link] = weakref.WeakSet()
         """Where calls of this context went: they hold a part of it, too."""
         self.peers: set[int] = set()
@@ -78,6 +80,7 @@ class ContextStore:
         self._contexts: dict[ContextId, ContextState] = {}
         self._arguments: dict[MessageId, SentArguments] = {}
         self._results: dict[MessageId, SentResults] = {}
+        self._reaches: dict[MessageId, Reach] = {}
         self._ended: dict[ContextId, None] = {}
         self._contexts_of: Counter[int] = Counter()
         self._bytes_of: Counter[int] = Counter()
@@ -137,6 +140,16 @@ class ContextStore:
             self._results[sent.id] = sent
             self._bytes_of[sent.context.node] += sent.bytes
 
+    def keep_reach(self, reach: Reach) -> None:
+        with self._lock:
+            self.get(reach.context).reaches.add(reach.source)
+            self._reaches[reach.source] = reach
+
+    def reaches(self, ids: Sequence[MessageId]) -> list[Reach]:
+        """Those that are known."""
+        with self._lock:
+            return [self._reaches[id] for id in ids if id in self._reaches]
+
     def arguments(self, id: MessageId) -> SentArguments | None:
         with self._lock:
             return self._arguments.get(id)
@@ -154,10 +167,13 @@ class ContextStore:
         with self._lock:
             return self._contexts_of[node], self._bytes_of[node]
 
-    def held_bytes(self) -> int:
-        """The bytes of the results that are kept for all."""
+    def held(self) -> tuple[int, int]:
+        """The same for all clients together."""
         with self._lock:
-            return self._bytes_of.total()
+            return len(self._contexts), self._bytes_of.total()
+
+    def _pop(self, id: MessageId) -> Sequence[SentArguments | SentResults | Reach | None]:
+        return self._arguments.pop(id, None), self._pop_results(id), self._reaches.pop(id, None)
 
     def _pop_results(self, id: MessageId) -> SentResults | None:
         sent = self._results.pop(id, None)
@@ -169,16 +185,17 @@ class ContextStore:
 
     def release(self, messages: Sequence[MessageId]) -> bool:
         """Lets go of messages. Whether there were any."""
-        released: list[SentArguments | SentResults] = []
+        released: list[SentArguments | SentResults | Reach] = []
         with self._lock:
             for id in messages:
-                for kept in (self._arguments.pop(id, None), self._pop_results(id)):
+                for kept in self._pop(id):
                     if kept is not None:
                         released.append(kept)
                         context = self._contexts.get(kept.context)
                         if context is not None:
                             context.arguments.discard(id)
                             context.results.discard(id)
+                            context.reaches.discard(id)
         if messages:
             self.when_released(messages)
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
@@ -189,6 +206,8 @@ class ContextStore:
         with self._lock:
             every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
             sent = [m.id for m in every if m.peer == node and context in (None, m.context)]
+            reaches = self._reaches.values()
+            sent += [r.source for r in reaches if r.source.node == node and context in (None, r.context)]
         del every
         return self.release(sent)
 
@@ -205,8 +224,8 @@ class ContextStore:
         """Lets go of a context and all its messages."""
         with self._lock:
             context = self._contexts.pop(id, None)
-            messages = [] if context is None else [*context.arguments, *context.results]
-            held = [(self._arguments.pop(m, None), self._pop_results(m)) for m in messages]
+            messages = [] if context is None else [*context.arguments, *context.results, *context.reaches]
+            held = [self._pop(message) for message in messages]
             if context is not None:
                 self._contexts_of[id.node] -= 1
                 if not self._contexts_of[id.node]:

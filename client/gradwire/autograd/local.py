@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gradwire.autograd.nodes import ANCHOR, is_leaf_node, received_of
+from gradwire.autograd.nodes import ANCHOR, is_leaf_node
 from gradwire.autograd.passes import Run, running
-from gradwire.autograd.records import Received
 
-__all__ = ["Root", "backward_into_grad", "backward_to_leaves", "received_by"]
+__all__ = ["Root", "backward_into_grad", "backward_to_leaves", "nodes_from"]
 
 
 Root = torch.Tensor | GradientEdge
@@ -30,12 +29,6 @@ def nodes_from(roots: Sequence[Root]) -> Iterator[Node]:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-
-
-def received_by(roots: Sequence[Root]) -> list[Received]:
-    """The records of all recv nodes that are reached."""
-    records = (received_of(node) for node in nodes_from(roots))
-    return [record for record in records if record is not None]
 
 
 def backward_to_leaves(

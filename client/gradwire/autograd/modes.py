@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -58,6 +59,10 @@ def detecting_anomaly(wanted: bool) -> Iterator[None]:
 
 def capture() -> autograd_pb2.Modes | None:
     """What differs from torch's defaults here and now; None if nothing does."""
+    no_grad = not torch.is_grad_enabled()
+    anomaly = anomaly_is_wanted()
+    if not (no_grad or anomaly or torch._C._is_any_autocast_enabled()):
+        return None
     autocast = [
         autograd_pb2.Autocast(
             device_type=device_type,
@@ -67,10 +72,6 @@ def capture() -> autograd_pb2.Modes | None:
         for device_type in _DEVICE_TYPES
         if torch.is_autocast_enabled(device_type)
     ]
-    no_grad = not torch.is_grad_enabled()
-    anomaly = anomaly_is_wanted()
-    if not (autocast or no_grad or anomaly):
-        return None
     return autograd_pb2.Modes(
         no_grad=no_grad,
         inference=torch.is_inference_mode_enabled(),
@@ -79,19 +80,37 @@ def capture() -> autograd_pb2.Modes | None:
     )
 
 
-@contextmanager
-def applied(modes: autograd_pb2.Modes) -> Iterator[None]:
+class applied:
     """Runs a block under the modes of a caller."""
-    with ExitStack() as stack:
+
+    __slots__ = ("_before", "_modes", "_stack")
+
+    def __init__(self, modes: autograd_pb2.Modes) -> None:
+        self._modes = modes
+
+    def __enter__(self) -> None:
         # Set even if it is the default: an earlier function may have left this thread in another mode.
-        stack.enter_context(torch.set_grad_enabled(not modes.no_grad))
-        if modes.inference:
+        self._before = torch.is_grad_enabled(), _anomaly_wanted.set(False)
+        torch._C._set_grad_enabled(not self._modes.no_grad)
+        self._stack: ExitStack | None = None
+        if self._modes.ByteSize():
+            self._stack = ExitStack()
+            self._enter_unusual(self._stack)
+
+    def _enter_unusual(self, stack: ExitStack) -> None:
+        if self._modes.inference:
             stack.enter_context(torch.inference_mode())
-        for autocast in modes.autocast:
+        for autocast in self._modes.autocast:
             dtype = getattr(torch, autocast.dtype, None)
             if isinstance(dtype, torch.dtype) and autocast.device_type in _DEVICE_TYPES:
                 stack.enter_context(
                     torch.autocast(autocast.device_type, dtype=dtype, enabled=autocast.enabled)
                 )
-        stack.enter_context(detecting_anomaly(modes.detect_anomaly))
-        yield
+        stack.enter_context(detecting_anomaly(self._modes.detect_anomaly))
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*error)
+        grad_enabled, token = self._before
+        _anomaly_wanted.reset(token)
+        torch._C._set_grad_enabled(grad_enabled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -16,7 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 from gradwire.autograd import passes
 from gradwire.autograd.records import Received, SentArguments
 
-__all__ = ["ANCHOR", "add_recv", "add_send", "is_leaf_node", "received_of"]
+if TYPE_CHECKING:
+    from gradwire.autograd.groups import Reach
+
+__all__ = ["ANCHOR", "add_recv", "add_send", "is_leaf_node", "is_token_node", "received_of"]
 
 ANCHOR = torch.zeros((), requires_grad=True)
 """A private leaf below every recv node, so that what arrives can require grad even if nothing that was
@@ -45,11 +48,11 @@ class SendRpc(torch.autograd.Function):
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *_token_gradient: Any) -> Any:
+    def backward(ctx: Any, *token_gradient: Any) -> Any:
         record: SentArguments | None = ctx.record()
-        if record is None:
+        if record is None or token_gradient[0] is None:
             return None, *[None] * ctx.arity
-        return None, *record.collect(torch._C._current_graph_task_id())
+        return None, *passes.collect(record)
 
 
 class RecvRpc(torch.autograd.Function):
@@ -60,36 +63,77 @@ class RecvRpc(torch.autograd.Function):
         ctx: Any, received: Received, data: Sequence[torch.Tensor], *tokens: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.received = received
+        received.node = weakref.ref(ctx)
         ctx.tokens = len(tokens) - 1
         ctx.set_materialize_grads(False)
         return tuple(data)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if all(gradient is None for gradient in gradients):
+        received: Received = ctx.received
+        has_gradient = any(gradient is not None for gradient in gradients)
+        awaits_mail = False
+        if has_gradient or received.group is not None:
+            task = passes.current_task(_all_leaves_wanted)
+            with task.abandoned_on_failure():
+                if has_gradient:
+                    awaits_mail = task.dispatch(received, gradients)
+                else:
+                    task.pass_by(received)
+        if not awaits_mail:
             return None, None, *[None] * (ctx.tokens + 1)
-        passes.current_task(_all_leaves_wanted).dispatch(ctx.received, gradients)
-        # A defined gradient for every token makes the engine run the send nodes; none for the anchor.
+        # A defined gradient for every token makes the send nodes wait for their mail; none for the anchor.
         return None, None, *[torch.zeros(()) for _ in range(ctx.tokens)], None
+
+
+class Reaches(torch.autograd.Function):
+    """forward: tokens -> one token that stands for them all. backward: a gradient for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.tokens = len(tokens) - 1
+        ctx.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *token_gradient: Any) -> Any:
+        return *[token_gradient[0]] * ctx.tokens, None
 
 
 def add_send(record: SentArguments, tensors: Sequence[torch.Tensor]) -> None:
     """Puts a send node below tensors that go out (PyTorch: addSendRpcBackward)."""
     token = SendRpc.apply(record, *tensors)  # type: ignore[no-untyped-call]
-    # The engine prefers high numbers: a send node waits, so everything else that can run, runs first.
-    token.grad_fn._set_sequence_nr(0)
+    # The engine prefers high numbers: a send node waits, so everything else that can run, runs first. All but
+    # what `holding` puts below, with 0.
+    token.grad_fn._set_sequence_nr(1)
     record.token = token
 
 
 def add_recv(received: Received, data: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Puts a recv node above tensors that came in (PyTorch: addRecvRpcBackward)."""
     tokens = [sent.token for sent in received.depends_on]
+    tokens += [_token_of(reach) for reach in received.builds_on]
     return RecvRpc.apply(received, data, *tokens, ANCHOR)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _token_of(reach: Reach) -> torch.Tensor:
+    """A token for all that earlier results reach: else each of many results would need one for every send."""
+    if reach.token is None:
+        tokens = [sent.token for sent in reach.arguments]
+        tokens += [_token_of(below) for below in reach.builds_on]
+        reach.token = Reaches.apply(*tokens, ANCHOR)  # type: ignore[no-untyped-call]
+    token: torch.Tensor = reach.token
+    return token
 
 
 def is_leaf_node(node: object) -> bool:
     """Whether a node is the end of the graph at a leaf tensor, its `variable`."""
     return isinstance(node, _LEAF_NODE)
+
+
+def is_token_node(node: object) -> bool:
+    """Whether a node gives a token: an edge to it is a dependency, not data."""
+    return isinstance(node, _TOKEN_NODES)
 
 
 def received_of(node: object) -> Received | None:
@@ -99,3 +143,4 @@ def received_of(node: object) -> Received | None:
 
 _LEAF_NODE = type(_ANCHOR_NODE)
 _RECV_NODE: type = RecvRpc._backward_cls
+_TOKEN_NODES: tuple[type, ...] = (SendRpc._backward_cls, Reaches._backward_cls)

@@ -16,22 +16,22 @@ from functools import partial
 import torch
 
 from gradwire import wire
-from gradwire._scope import cancel_with_caller, current_scope, time_left
+from gradwire._scope import current_scope
 from gradwire.autograd.aliases import share_history
 from gradwire.autograd.contexts import ContextState, ContextStore
+from gradwire.autograd.feedback import ErrorFeedback
+from gradwire.autograd.groups import Reach, group_of
+from gradwire.autograd.holding import HeldRun, add_gate
 from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
-from gradwire.autograd.local import received_by
-from gradwire.autograd.modes import anomaly_is_wanted
 from gradwire.autograd.nodes import add_recv, add_send
-from gradwire.autograd.passes import Propagation, Task
-from gradwire.autograd.records import Gradients, Received, Releases, SentArguments, SentResults
-from gradwire.errors import GradwireError, MalformedMessage, NotFound, WorkerLost
+from gradwire.autograd.records import Received, Releases, SentArguments, SentResults
+from gradwire.autograd.regions import Name, Reached, Regions
+from gradwire.errors import GradwireError, MalformedMessage, WorkerLost
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.transport.base import Exchange, Link, Pending
-from gradwire.transport.base import Received as ReceivedMessage
 from gradwire.transport.timers import call_later
 
-__all__ = ["Participant", "decode_gradients", "encode_gradients"]
+__all__ = ["Participant"]
 
 _FLUSH_SECONDS = 1.0
 """Releases ride on other messages; those that find none are sent on their own after so long."""
@@ -46,6 +46,7 @@ class Participant:
     def __init__(self, node: int, find_link: Callable[[int], Link | None]) -> None:
         self.node = node
         self.store = ContextStore()
+        self.feedback = ErrorFeedback()
         self._find_link = find_link
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
@@ -53,6 +54,9 @@ class Participant:
         self.live: set[MessageId] = set()
         """Arguments that came in and are part of some graph, and results that reach third nodes' messages.
         As long as there are none, nothing here reaches a message of another node."""
+        self._regions = Regions(node)
+        self.held: dict[MessageId, HeldRun] = {}
+        """Runs that are held open for gradients which are still to come."""
         # Reentrant: the destructor of a task ends its pass, at any moment.
         self._pass_lock = threading.RLock()
         self._newest_pass = 0
@@ -99,15 +103,16 @@ class Participant:
         request.autograd.oldest_pass = self._oldest_passes.get(context.node, 0)
         sent = None
         if torch.is_grad_enabled():
+            request.autograd.knows.extend(message_protos(self.releases_to(link).take_learned()))
             # A node's own ambient context ends with the node, and its peers notice that by themselves.
             if context != ContextId(self.node, 0):
                 self.store.get(context).involved.add(link)
-            sent = self._send(request.autograd, tensors, context, link)
+            sent = self.send(request.autograd, tensors, context, link)
         released = self.releases_to(link).take()
         request.released.extend(message_protos(released))
-        self._undo_if_failed(pending, link, sent, released)
+        self.undo_if_failed(pending, link, sent, released)
 
-    def _send(
+    def send(
         self,
         autograd: autograd_pb2.AutogradMetadata,
         tensors: Sequence[torch.Tensor],
@@ -119,14 +124,16 @@ class Participant:
             return None
         sent = SentArguments(self.new_id(), context, differentiable, link.peer.node)
         autograd.message.CopyFrom(sent.id.proto)
-        autograd.depends_on.extend(message_protos(self._reached_by(differentiable, None, link.peer.node)))
+        if self.live:
+            reached = self._regions.reached_by(differentiable, link.peer.node)
+            autograd.depends_on.extend(message_protos(reached))
         add_send(sent, differentiable)
         # Kept until the other end says that nothing there refers to it: it may keep state, so that later
         # results reach these arguments.
         self.store.keep_arguments(sent)
         return sent.id
 
-    def _undo_if_failed(
+    def undo_if_failed(
         self, pending: Pending, link: Link, sent: MessageId | None, released: Sequence[MessageId]
     ) -> None:
         """For a request that fails: the other end may never have seen it.
@@ -157,23 +164,25 @@ class Participant:
         decoder: wire.Decoder,
         link: Link,
         what: str,
+        compression: autograd_pb2.Compression | None = None,
     ) -> None:
-        """Makes the results of a call part of the graph here."""
+        """Makes the results of a call part of the graph here. Their gradients are compressed as it says."""
         try:
             if reply.HasField("autograd"):
-                self._receive(reply.autograd, decoder, link, what, are_arguments=False)
+                self.receive(reply.autograd, decoder, link, what, compression, are_arguments=False)
             else:
                 decoder.keep_requires_grad()
         finally:
             # Only now: what the results reach is still referred to, the rest may go.
             self.store.release(message_ids(reply.released))
 
-    def _receive(
+    def receive(
         self,
         autograd: autograd_pb2.AutogradMetadata,
         decoder: wire.Decoder,
         link: Link | None,
         what: str,
+        compression: autograd_pb2.Compression | None,
         *,
         are_arguments: bool,
     ) -> None:
@@ -186,26 +195,48 @@ class Participant:
             link=link,
             releases=None if link is None else self.releases_to(link),
             are_arguments=are_arguments,
+            compression=compression,
             what=what,
             arity=sum(decoder.requires_grad),
             depends_on=[sent for sent in own if sent is not None],
             foreign=[id for id in depends_on if id.node != self.node],
+            builds_on=self.store.reaches(message_ids(autograd.builds_on)),
         )
+        if received.builds_on or autograd.may_be_built_on:
+            self._join(received, autograd.may_be_built_on)
         self._attach(received, decoder)
+
+    def _join(self, received: Received, may_be_built_on: bool) -> None:
+        """Results that may have parts of a graph in common with others."""
+        group = received.group = group_of(received.builds_on)
+        group.add(received)
+        for sent in received.depends_on:
+            sent.group = group
+        if may_be_built_on:
+            self.store.keep_reach(Reach(received, group))
+            if received.link is not None:
+                self.releases_to(received.link).append_learned(received.source)
 
     # -- as a callee
 
     def receive_call(
-        self, autograd: autograd_pb2.AutogradMetadata, decoder: wire.Decoder, link: Link | None, what: str
+        self,
+        autograd: autograd_pb2.AutogradMetadata,
+        decoder: wire.Decoder,
+        link: Link | None,
+        what: str,
+        compression: autograd_pb2.Compression | None = None,
     ) -> None:
-        """Makes the arguments of a call part of the graph here."""
+        """Makes the arguments of a call part of the graph here. Their gradients are compressed as it says."""
         owner = autograd.context.node
         if autograd.oldest_pass > self._oldest_passes.get(owner, 0):
             self._oldest_passes[owner] = autograd.oldest_pass
+        if autograd.knows and link is not None:
+            self.releases_to(link).confirm(message_ids(autograd.knows))
         if not autograd.HasField("message") or not torch.is_grad_enabled():
             decoder.keep_requires_grad()
             return
-        self._receive(autograd, decoder, link, what, are_arguments=True)
+        self.receive(autograd, decoder, link, what, compression, are_arguments=True)
 
     def _attach(self, received: Received, decoder: wire.Decoder) -> None:
         slots = [index for index, requires in enumerate(decoder.requires_grad) if requires]
@@ -237,39 +268,40 @@ class Participant:
         link = None if exchange is None else exchange.link
         asker = context.node if link is None else link.peer.node
         sent = SentResults(self.new_id(), context, differentiable, function, asker, check_fresh)
-        depends_on = message_protos(self._reached_by(differentiable, own_call, asker))
+        autograd = autograd_pb2.AutogradMetadata(context=context.proto, message=sent.id.proto)
+        own = own_call is not None and own_call in self.live
+        if len(self.live) > own or self.store.get(context).results:
+            self._describe(sent, differentiable, link, autograd)
+        elif own_call is not None and own:
+            # There is no other, so the graph need not be walked.
+            autograd.depends_on.append(own_call.proto)
         self.store.keep_results(sent)
-        return autograd_pb2.AutogradMetadata(
-            context=context.proto, message=sent.id.proto, depends_on=depends_on
-        )
+        return autograd
 
-    def _reached_by(
-        self, tensors: Sequence[torch.Tensor], own_call: MessageId | None, peer: int
-    ) -> list[MessageId]:
-        """The messages of other nodes that tensors reach which are about to go to a peer."""
-        if not self.live:
-            return []
-        if own_call is not None and self.live == {own_call}:
-            return [own_call]  # there is no other, so the graph need not be walked
-        reached: dict[MessageId, None] = {}
-        for received in received_by(tensors):
-            if received.are_arguments:
-                reached[received.source] = None
-            if received.source.node != peer:  # else the peer knows better
-                reached.update(dict.fromkeys(received.foreign))
-        # What this node sent is in its own graph, where the walk has gone on; but one who calls itself is
-        # told what it sent.
-        return [id for id in reached if id.node != self.node or peer == self.node]
+    def _describe(
+        self,
+        sent: SentResults,
+        tensors: Sequence[torch.Tensor],
+        link: Link | None,
+        autograd: autograd_pb2.AutogradMetadata,
+    ) -> None:
+        """Says what results reach, where there is more than their own call."""
+        if link is None:
+            reached = Reached(self._regions.reached_by(tensors, sent.peer))
+        else:
+            name = Name(sent.id, sent.context, sent.peer)
+            reached = self._regions.name(tensors, name)
+            if name.is_usable:
+                self.releases_to(link).offer(name)
+                add_gate(sent, tensors)
+                autograd.may_be_built_on = True
+        autograd.depends_on.extend(message_protos(reached.messages))
+        autograd.builds_on.extend(message_protos(reached.builds_on))
 
     # -- backward
 
-    def propagate(
-        self, received: Received, gradients: Gradients, task: Task, expect: Callable[[Propagation], None]
-    ) -> None:
-        """Sends gradients to where the tensors came from.
-
-        `expect` is told before they leave: mail from a third node may be back before this returns.
-        """
+    def link_to(self, received: Received) -> Link:
+        """The way to where tensors came from."""
         link = received.link
         if link is None or link.ended is not None:
             link = self._find_link(received.source.node) or link
@@ -277,73 +309,15 @@ class Participant:
             raise WorkerLost(
                 f"the gradients for {received.what} cannot be delivered: its caller has no link to this node"
             )
-        run = task.run
-        released = self.releases_to(link).take()
-        request = autograd_pb2.PropagateGradientsRequest(
-            context=received.context.proto,
-            retain_graph=task.retain_graph or not received.is_spent,
-            create_graph=task.create_graph,
-            skip_leaves=not task.collect_leaves,
-            detect_anomaly=anomaly_is_wanted(),
-            released=message_protos(released),
-        )
-        getattr(request, "pass").CopyFrom(task.pass_id(self).proto)
-        if run is not None and run.collect_into is not None:
-            request.collect_into.CopyFrom(run.collect_into.proto)
-        encoder = wire.Encoder()
-        encode_gradients(request.gradients, received.source, gradients, encoder)
-        sent = None
-        if task.create_graph:
-            request.autograd.context.CopyFrom(received.context.proto)
-            sent = self._send(request.autograd, encoder.tensors, received.context, link)
-        pending = Pending()
-        lets_go = not request.retain_graph and not received.are_arguments
-        # The flag tells the other end to let go after this, if it comes to that.
-        self._undo_if_failed(pending, link, sent, [*released, received.source] if lets_go else released)
-        what = f"{received.what} on {link.peer}"
-        deliver = partial(self._deliver, task.id, received, link, what)
-        try:
-            table, attachments = encoder.finish()
-            request.tensors.CopyFrom(table)
-            cancel_with_caller(pending)
-            expect(Propagation(pending, deliver, self.releases_to(link).append_unread, what))
-            link.ask(
-                link_pb2.METHOD_PROPAGATE_GRADIENTS,
-                request.SerializeToString(),
-                attachments,
-                timeout=time_left(None),
-                pending=pending,
-            )
-        except BaseException:
-            pending.cancel()
-            raise
-        if lets_go:
-            received.released()
+        return link
 
-    def _deliver(
-        self, task: int, received: Received, link: Link, what: str, message: ReceivedMessage
-    ) -> None:
-        """Puts the contributions of a reply into the mailboxes."""
-        reply = wire.parse(autograd_pb2.PropagateGradientsReply, message.body)
-        decoder = wire.Decoder(reply.tensors, message.attachments)
+    def give_up(self, like: Received, held_run: MessageId) -> None:
+        """Tells the node that results came from not to wait for more gradients of a run."""
+        request = autograd_pb2.CleanupContextRequest(held_runs=message_protos([held_run]))
         try:
-            if reply.HasField("autograd"):
-                self._receive(reply.autograd, decoder, link, f"the backward of {what}", are_arguments=False)
-            # Not from the store: a reply to somebody else may have overtaken this one, and released them.
-            awaited = {sent.id: sent for sent in received.depends_on}
-            for contribution in reply.contributions:
-                id = MessageId.parse(contribution.message)
-                sent = awaited.get(id)
-                if sent is None:
-                    raise NotFound(
-                        f"{link.peer} sent gradients for arguments that this node no longer keeps: they were "
-                        "sent in a context that has ended, or in a call that failed; detach what is kept on "
-                        "a worker between contexts"
-                    )
-                if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
-                    raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
-        finally:
-            self.store.release(message_ids(reply.released))
+            self.link_to(like).ask(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=60.0)
+        except GradwireError:
+            pass  # it is gone, and the run with it
 
     # -- letting go
 
@@ -387,7 +361,7 @@ class Participant:
         if released:
             request = autograd_pb2.CleanupContextRequest(messages=message_protos(released))
             pending = Pending()
-            self._undo_if_failed(pending, link, None, released)
+            self.undo_if_failed(pending, link, None, released)
             try:
                 link.ask(
                     link_pb2.METHOD_CLEANUP_CONTEXT,
@@ -438,6 +412,7 @@ class Participant:
         Unless it `is_gone`, it keeps what comes by way of other nodes.
         """
         self._oldest_passes.pop(node, None)
+        self.feedback.forget(node)
         keeps = (lambda _: False) if is_gone else self.is_linked
         for context in self.store.drop_owner(node, keeps):
             self._end_elsewhere(context, owner_is_gone=True)
@@ -462,41 +437,11 @@ class Participant:
 
     def close(self) -> None:
         self._closed = True
+        for held in list(self.held.values()):
+            held.give_up("the node is shut down")
 
 
 def _sweep(participant_ref: weakref.ref[Participant], seconds: float) -> None:
     participant = participant_ref()
     if participant is not None and participant.sweep(seconds):
         participant.keep_lease(seconds)
-
-
-def encode_gradients(
-    message: autograd_pb2.Gradients, id: MessageId, gradients: Gradients, encoder: wire.Encoder
-) -> None:
-    message.message.CopyFrom(id.proto)
-    for slot, gradient in enumerate(gradients):
-        if gradient is not None:
-            message.slots.append(slot)
-            message.tensors.append(encoder.tensor(gradient, f"gradient {slot}"))
-
-
-def decode_gradients(
-    message: autograd_pb2.Gradients,
-    decoder: wire.Decoder,
-    like: Sequence[tuple[torch.Size, torch.device]],
-) -> list[torch.Tensor | None]:
-    """The gradients for the tensors of a message, on the devices of those tensors."""
-    gradients: list[torch.Tensor | None] = [None] * len(like)
-    if len(message.slots) != len(message.tensors):
-        raise MalformedMessage(f"{len(message.slots)} slots but {len(message.tensors)} gradients")
-    for slot, index in zip(message.slots, message.tensors, strict=True):
-        if slot >= len(like) or index >= len(decoder.tensors):
-            raise MalformedMessage(f"slot {slot} with tensor {index} does not exist: there are {len(like)}")
-        gradient = decoder.tensors[index]
-        shape, device = like[slot]
-        if gradient.shape != shape:
-            raise MalformedMessage(
-                f"a gradient of shape {tuple(gradient.shape)} for a tensor of shape {tuple(shape)}"
-            )
-        gradients[slot] = gradient.to(device)
-    return gradients

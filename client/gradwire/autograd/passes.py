@@ -6,28 +6,33 @@ graph tasks, on all nodes, that one backward() sets off.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire._scope import current_scope
+from gradwire.autograd.groups import awaited_by
 from gradwire.autograd.ids import ContextId, MessageId
-from gradwire.autograd.records import Gradients, Received
-from gradwire.errors import Cancelled, GradwireError
-from gradwire.proto.v1 import autograd_pb2
-from gradwire.transport.base import Pending
+from gradwire.autograd.merging import Merges
+from gradwire.autograd.propagating import Batch, Propagation, propagate
+from gradwire.autograd.records import Gradients, Received, SentArguments
 
 if TYPE_CHECKING:
+    from gradwire.autograd.holding import HeldRun
     from gradwire.autograd.participant import Participant
 
-__all__ = ["Propagation", "Run", "Task", "current_task", "find_task", "running"]
+__all__ = [
+    "Run",
+    "Task",
+    "collect",
+    "current_run",
+    "current_task",
+    "find_task",
+    "running",
+]
 
 _RUN_KEY = "gradwire.run"
 
@@ -46,6 +51,8 @@ class Run:
     retain_graph: bool = True
     """For a run on behalf of another node: the graph is kept until that node lets go of it."""
     contributions: list[tuple[MessageId, Gradients]] = field(default_factory=list)
+    held: HeldRun | None = None
+    """Set if it is held open for gradients that are still to come."""
 
 
 @contextmanager
@@ -66,62 +73,6 @@ def current_run() -> Run | None:
     return run
 
 
-class Propagation:
-    """Gradients on their way to the node that sent the tensors, and what comes back."""
-
-    def __init__(
-        self,
-        pending: Pending,
-        deliver: Callable[[Any], None],
-        append_unread: Callable[[tuple[type[Any], bytes]], None],
-        what: str,
-    ) -> None:
-        self._pending = pending
-        self._deliver: Callable[[Any], None] | None = deliver
-        self._append_unread = append_unread
-        self._lock = threading.Lock()
-        self.what = what
-
-    def wait(self) -> None:
-        """Returns when everything that it set off is done and its contributions are in the mailboxes."""
-        failure = self._wait_for_failure()
-        if failure is not None:
-            # A copy. The traceback of the one that the future keeps would lead back to the future, and
-            # such a cycle keeps the activations of all frames on the way until the collector comes.
-            raise _with_note(failure, f"while propagating gradients to {self.what}")
-        with self._lock:
-            if self._deliver is not None:
-                deliver, self._deliver = self._deliver, None
-                deliver(self._pending.result())
-
-    def _wait_for_failure(self) -> BaseException | None:
-        try:
-            with current_scope().around_wait():
-                return self._pending.exception()
-        except CancelledError:
-            return Cancelled("the backward that it was part of was given up")
-        except BaseException:  # the user interrupts
-            self._pending.cancel()
-            raise
-
-    def cancel(self) -> None:
-        if self._pending.cancel():
-            return
-        with self._lock:
-            deliver, self._deliver = self._deliver, None
-        if deliver is not None and self._pending.exception() is None:
-            # The answer came, but nobody will look into it.
-            self._append_unread((autograd_pb2.PropagateGradientsReply, self._pending.result().body))
-
-
-def _with_note(error: BaseException, note: str) -> BaseException:
-    if isinstance(error, GradwireError):
-        notes = getattr(error, "__notes__", ())
-        error = error.again()
-        error.__notes__ = [*notes, note]
-    return error
-
-
 class Task:
     """One graph task. Kept alive by the callback that the engine runs at its end."""
 
@@ -135,7 +86,10 @@ class Task:
         self._pass_id = run.pass_id if run is not None else None
         self._started_at: Participant | None = None
         """The participant that started the pass with this very task."""
-        self._sent: list[tuple[Received, Propagation]] = []
+        self.awaited: dict[MessageId, SentArguments] = {}
+        """Arguments for which replies may bring mail."""
+        self._sent: list[Propagation] = []
+        self._merges = Merges()
         self._finished = False
 
     def pass_id(self, participant: Participant) -> MessageId:
@@ -147,54 +101,101 @@ class Task:
     def is_in_pass(self, pass_id: MessageId) -> bool:
         return self._pass_id == pass_id
 
-    def dispatch(self, received: Received, gradients: Gradients) -> None:
-        """Sends gradients on their way, without waiting."""
+    @contextmanager
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """At once: the traceback of the error refers to this task, so its destructor may come late."""
         try:
-            self._dispatch(received, gradients)
+            yield
         except BaseException:
-            # At once: the traceback of the error refers to this task, so its destructor may come late.
             self.abandon()
             raise
 
-    def _dispatch(self, received: Received, gradients: Gradients) -> None:
+    def dispatch(self, received: Received, gradients: Gradients) -> bool:
+        """Sends gradients on their way, without waiting, or gathers them.
+
+        Whether contributions may come back for what this node sent. Not if they go to the one who asked: it
+        goes on from there.
+        """
         received.spend(gradients, for_good=not self.retain_graph)
         run = self.run
         if run is not None and received.are_arguments and received.source.node == run.asker:
             run.contributions.append((received.source, gradients))
-            return
-        received.participant.propagate(received, gradients, self, partial(self._expect, received))
+            return False
+        if received.group is None or not received.group.has_others or self.create_graph:
+            self.send(Batch([(received, gradients)], like=received))
+        else:
+            self._merges.expecting(received, received.group).add(received, gradients, self)
+        return True
 
-    def _expect(self, received: Received, propagation: Propagation) -> None:
-        self._sent.append((received, propagation))
-        for sent in received.depends_on:
-            sent.await_reply(self.id, propagation)
+    def pass_by(self, received: Received) -> None:
+        """The recv node of a message ran without a gradient."""
+        if received.group is not None and received.group.has_others:
+            self._merges.expecting(received, received.group).pass_by(received, self)
+
+    def send(self, batch: Batch) -> Propagation:
+        """Sends gradients on their way, without waiting."""
+        sent: list[Propagation] = []
+
+        def expect(propagation: Propagation) -> None:
+            sent.append(propagation)
+            self._sent.append(propagation)
+            later = batch.held.to_come if batch.held is not None else ()
+            for arguments in awaited_by([received for received, _ in batch.items], later):
+                self.awaited[arguments.id] = arguments
+                arguments.await_reply(self.id, propagation)
+
+        propagate(batch.like.participant, batch, self, expect)
+        return sent[0]
+
+    def before_collecting(self, sent: SentArguments) -> None:
+        """A send node is about to wait for its mail: what was gathered for that mail has to go first."""
+        if sent.group is not None:
+            for merge in self._merges.of(sent.group):
+                merge.flush(self, may_wait=True)
+        if not all(propagation.is_settled for propagation in sent.awaited_in(self.id)):
+            self._flush()  # so that others work meanwhile
+
+    def _flush(self) -> None:
+        for merge in self._merges:
+            merge.flush(self, may_wait=False)
+
+    def settle(self) -> None:
+        """Waits until all is done that follows from what ran so far."""
+        self._flush()
+        for merge in self._merges:
+            merge.flush(self, may_wait=True)
+        for propagation in self._sent:
+            propagation.wait()
+        self._sent.clear()
 
     def finish(self) -> None:
         """At the end of the graph task: waits for all replies. What it raises reaches the user."""
-        try:
-            with torch.set_grad_enabled(self.create_graph):
-                for _, propagation in self._sent:
-                    propagation.wait()
-        except BaseException:
-            self.abandon()
-            raise
+        with self.abandoned_on_failure(), torch.set_grad_enabled(self.create_graph):
+            self._flush()
+            for merge in self._merges:
+                merge.finish(self)
+            for propagation in self._sent:
+                propagation.wait()
         self._finished = True
         self._forget()
 
     def abandon(self) -> None:
         """The graph task failed: nobody wants the replies."""
         self._finished = True
-        for _, propagation in self._sent:
+        for propagation in self._sent:
             propagation.cancel()
+        for merge in self._merges:
+            merge.abandon()
         self._forget()
 
     def _forget(self) -> None:
         if self._started_at is not None and self._pass_id is not None:
             self._started_at.end_pass(self._pass_id)
-        for received, _ in self._sent:
-            for sent in received.depends_on:
-                sent.forget(self.id)
+        for sent in self.awaited.values():
+            sent.forget(self.id)
+        self.awaited.clear()
         self._sent.clear()
+        self._merges.clear()
 
     def __del__(self) -> None:
         # The engine drops the callbacks of a graph task in which a node raised.
@@ -217,3 +218,14 @@ def current_task(all_leaves_wanted: Callable[[], bool]) -> Task:
 
 def find_task(id: int) -> Task | None:
     return _tasks.get(id)
+
+
+def collect(sent: SentArguments) -> Gradients:
+    """Waits for the mail of a send node in the graph task that runs now, and takes it."""
+    id = torch._C._current_graph_task_id()
+    task = find_task(id)
+    if task is None:
+        return sent.collect(id)
+    with task.abandoned_on_failure():
+        task.before_collecting(sent)
+        return sent.collect(id)

@@ -7,19 +7,23 @@ Sending arguments leaves a `SentArguments` here and a `Received` there; sending 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradwire.autograd.ids import ContextId, MessageId
+from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport.base import Link
 
 if TYPE_CHECKING:
+    from gradwire.autograd.groups import Group, Reach
     from gradwire.autograd.participant import Participant
-    from gradwire.autograd.passes import Propagation
+    from gradwire.autograd.propagating import Propagation
+    from gradwire.autograd.regions import Name
 
 __all__ = [
     "Gradients",
@@ -69,6 +73,8 @@ class SentArguments:
         self.like = [(tensor.shape, tensor.device) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
+        self.group: Group | None = None
+        """Of the results that reach them."""
         # Reentrant: the destructor of a task may run at any moment, within these very methods.
         self._lock = threading.RLock()
         self._awaiting: dict[int, list[Propagation]] = {}
@@ -86,10 +92,17 @@ class SentArguments:
             return [None] * self.arity
         return [None if node is None else GradientEdge(node, slot) for node, slot in send.next_functions]
 
-    def await_reply(self, task: int, propagation: Propagation) -> None:
-        """The send node must not run in this graph task before that reply is in."""
+    def await_reply(self, task: int, propagation: Propagation | None = None) -> None:
+        """There may be mail for a graph task; its send node must not run before that reply is in."""
         with self._lock:
-            self._awaiting.setdefault(task, []).append(propagation)
+            awaited = self._awaiting.setdefault(task, [])
+            if propagation is not None:
+                awaited.append(propagation)
+
+    def awaited_in(self, task: int) -> list[Propagation]:
+        """The replies that may bring mail for a graph task."""
+        with self._lock:
+            return list(self._awaiting.get(task, ()))
 
     def awaiting_tasks(self) -> list[int]:
         with self._lock:
@@ -105,9 +118,7 @@ class SentArguments:
 
     def collect(self, task: int) -> Gradients:
         """Waits for the replies that may bring mail for a graph task, and takes the mail."""
-        with self._lock:
-            awaited = self._awaiting.get(task, [])
-        for propagation in awaited:
+        for propagation in self.awaited_in(task):
             propagation.wait()
         return self.forget(task)
 
@@ -142,6 +153,15 @@ class SentResults:
         self.bytes = sum(map(nbytes, tensors))
         self.check_fresh = check_fresh
         """Raises if the parameters are no longer those of the forward."""
+        self.gate: torch.Tensor | None = None
+        """The output of the gate node, if a run can be held open for them."""
+
+
+class _NameReference(weakref.ref["Name"]):
+    """To a name that another node knows. Called back when nothing has the name any more."""
+
+    __slots__ = ("id",)
+    id: MessageId
 
 
 class Releases:
@@ -152,9 +172,13 @@ class Releases:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[MessageId] = deque()
+        self._waiting: deque[MessageId | _NameReference] = deque()
+        self._names: dict[MessageId, _NameReference] = {}
         self._unread: deque[tuple[type[Any], bytes]] = deque()
+        self._learned: deque[MessageId] = deque()
         self.append = self._waiting.append
+        self.append_learned = self._learned.append
+        """For results that came and that later ones may build on."""
         self.append_unread = self._unread.append
         """For replies that came and that nobody looked into: the type of the message, and its bytes."""
 
@@ -164,14 +188,45 @@ class Releases:
             taken.append(self._unread.popleft())
         return taken
 
-    def take(self, at_most: int = 1000) -> list[MessageId]:
-        taken: list[MessageId] = []
-        while len(taken) < at_most:
-            try:
-                taken.append(self._waiting.popleft())
-            except IndexError:
-                break
-        return taken
+    def take(self) -> list[MessageId]:
+        return [
+            self._forgotten(one) if isinstance(one, _NameReference) else one for one in _taken(self._waiting)
+        ]
+
+    def take_learned(self) -> list[MessageId]:
+        return _taken(self._learned)
+
+    def offer(self, name: Name) -> None:
+        """The other node is told of a name, and is to be told when nothing here has it any more."""
+        # Not by a method: it would be called where graphs are destroyed, in the middle of C++ code that an
+        # interpreter which shuts down must not leave.
+        reference = self._names[name.id] = _NameReference(name, self._waiting.append)
+        reference.id = name.id
+
+    def confirm(self, ids: Iterable[MessageId]) -> None:
+        """The other node knows names."""
+        for id in ids:
+            name = self._names[id]() if id in self._names else None
+            if name is not None:
+                name.is_known = True
+
+    def _forgotten(self, reference: _NameReference) -> MessageId:
+        self._names.pop(reference.id, None)
+        return reference.id
+
+
+_Item = TypeVar("_Item")
+
+
+def _taken(waiting: deque[_Item], at_most: int = 1000) -> list[_Item]:
+    """So many at most that the message does not grow by much."""
+    taken: list[_Item] = []
+    while len(taken) < at_most:
+        try:
+            taken.append(waiting.popleft())
+        except IndexError:
+            break
+    return taken
 
 
 class Received:
@@ -191,8 +246,10 @@ class Received:
         are_arguments: bool,
         what: str,
         arity: int,
+        compression: autograd_pb2.Compression | None = None,
         depends_on: Sequence[SentArguments] = (),
         foreign: Sequence[MessageId] = (),
+        builds_on: Sequence[Reach] = (),
     ) -> None:
         self.participant = participant
         self.source = source
@@ -202,10 +259,18 @@ class Received:
         self.what = what
         """For people: which call's arguments or results."""
         self.arity = arity
+        self.compression = compression
+        """How the gradients travel."""
         self.depends_on = depends_on
         """Arguments that this node sent, which the tensors reach."""
         self.foreign = foreign
         """Messages of third nodes, which the tensors reach."""
+        self.builds_on = builds_on
+        """Earlier results whose graph the tensors lead into: they reach what those reach, too."""
+        self.group: Group | None = None
+        """Results with which these may have parts of a graph in common."""
+        self.node: weakref.ref[Any] | None = None
+        """The recv node."""
         self.is_live = False
         """Whether it is among the participant's live messages."""
         self._spent: set[int] = set()

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 import gradwire
 from gradwire.cli.common import ConnectTimeout, Target, connected, output
+from gradwire.wire import COMPRESS_FROM
 
 __all__ = ["gradcheck"]
 
@@ -29,6 +31,15 @@ Local = Annotated[
         help="The same function, importable here, to compare with; its parameters must be equal.",
     ),
 ]
+Codecs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--codec",
+        metavar="NAME",
+        help="Instead, show the error of a codec (fp16, bf16, int8, zstd) for both directions, or of "
+        "forward=NAME, backward=NAME.",
+    ),
+]
 
 
 def gradcheck(
@@ -37,19 +48,35 @@ def gradcheck(
     shape: Shapes,
     local: Local = None,
     dtype: Annotated[str, typer.Option(help="Of the arguments.")] = "float64",
-    tolerance: Annotated[float, typer.Option(help="The largest error that passes.")] = 1e-6,
+    codec: Codecs = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="The largest error that passes; with --codec the relative one.",
+            show_default="1e-6; none with --codec",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random arguments.")] = 0,
     connect_timeout: ConnectTimeout = 10.0,
 ) -> None:
     """Compare a worker's gradients with finite differences and, with --local, with local autograd.
 
     The function is called with random tensors of the given shapes. Exits with 1 on a mismatch.
+
+    With --codec it is called twice instead, with compressed tensors and without, and the difference is shown.
     """
     inputs = _inputs(shape, dtype, seed)
+    if codec:
+        _show_codec_error(target, name, inputs, _compression(codec), tolerance, seed, connect_timeout)
+        return
     reference = None if local is None else _import(local)
     with connected(target, connect_timeout) as worker:
         report = gradwire.gradcheck(
-            lambda *args: worker.call(name, *args), inputs, local=reference, tolerance=tolerance, seed=seed
+            lambda *args: worker.call(name, *args),
+            inputs,
+            local=reference,
+            tolerance=1e-6 if tolerance is None else tolerance,
+            seed=seed,
         )
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("INPUT", style="bold cyan")
@@ -64,6 +91,52 @@ def gradcheck(
         )
     output().print(table)
     if not report:
+        raise typer.Exit(1)
+
+
+def _compression(codecs: list[str]) -> gradwire.Compression:
+    chosen: dict[str, str] = {}
+    for text in codecs:
+        direction, separator, codec = text.rpartition("=")
+        directions = [direction] if separator else ["forward", "backward"]
+        if not {"forward", "backward"}.issuperset(directions):
+            raise typer.BadParameter(f"{direction!r} is neither forward nor backward", param_hint="--codec")
+        chosen.update(dict.fromkeys(directions, codec))
+    try:
+        return gradwire.Compression(chosen.get("forward"), chosen.get("backward"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--codec") from None
+
+
+def _show_codec_error(
+    target: str,
+    name: str,
+    inputs: list[torch.Tensor],
+    compression: gradwire.Compression,
+    tolerance: float | None,
+    seed: int,
+    connect_timeout: float,
+) -> None:
+    with connected(target, connect_timeout) as worker:
+        report = gradwire.codec_error(lambda *args: worker.call(name, *args), inputs, compression, seed=seed)
+        saved = worker.traffic().saved
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("TENSOR", style="bold cyan")
+    for column in ("SIZE", "LARGEST", "LARGEST ERROR", "RELATIVE ERROR"):
+        table.add_column(column, justify="right")
+    for row in report.rows:
+        errors = (row.largest, row.largest_error, row.relative_error)
+        table.add_row(row.tensor, decimal(row.bytes), *(f"{number:.3e}" for number in errors))
+    output().print(table)
+    if saved:
+        output().print(f"{decimal(saved)} saved by {compression}")
+    else:
+        output().print(
+            f"Nothing was compressed: tensors of less than {COMPRESS_FROM} bytes, and those that a codec "
+            "does not make smaller, travel as they are."
+        )
+    # Not the other way round: a NaN is no match.
+    if tolerance is not None and not report.relative_error <= tolerance:
         raise typer.Exit(1)
 
 

@@ -25,12 +25,14 @@ def ps(target: Target, json: Json = False, connect_timeout: ConnectTimeout = 10.
         return
     console = output()
     clients = sum(client.connected for client in held.clients)
+    saved = sum(client.saved_bytes for client in held.clients)
     console.print(
         Text.assemble(
             (held.name, "bold"),
             (
                 f" at {target}, up {_age(held.uptime_seconds)}, {decimal(held.resident_bytes)} resident, "
-                f"{held.calls} calls, {clients} clients connected",
+                f"{held.calls} calls, {clients} clients connected"
+                + (f", {decimal(saved)} saved by compression" if saved else ""),
                 "dim",
             ),
         )

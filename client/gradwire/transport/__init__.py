@@ -17,12 +17,18 @@ from gradwire.transport.base import (
     Traffic,
     call_each,
 )
-from gradwire.transport.conversation import Conversation, Streams
+from gradwire.transport.conversation import Conversation
 from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.in_process import InProcessLink
+from gradwire.transport.local_streams import LocalStreams
+from gradwire.transport.lookout import BRISK_SECONDS
+from gradwire.transport.room import Room
+from gradwire.transport.same_host import MeetingPoint, confirm
+from gradwire.transport.streams import StreamPair, Streams
 from gradwire.transport.timers import Timer, call_later
 
 __all__ = [
+    "BRISK_SECONDS",
     "PROTOCOL",
     "Buffer",
     "Conversation",
@@ -33,14 +39,19 @@ __all__ = [
     "InProcessLink",
     "Link",
     "LinkSettings",
+    "LocalStreams",
+    "MeetingPoint",
     "Pending",
     "Received",
+    "Room",
     "Sendable",
+    "StreamPair",
     "Streams",
     "Timer",
     "Traffic",
     "call_each",
     "call_later",
+    "confirm",
     "faults",
     "frames",
 ]

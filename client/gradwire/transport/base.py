@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.errors import GradwireError
-from gradwire.proto.v1 import link_pb2
+from gradwire.proto.v1 import link_pb2, tensor_pb2
+from gradwire.wire import supported_codecs
 
 __all__ = [
     "Buffer",
@@ -97,10 +98,22 @@ class LinkSettings:
     """How much of large questions may be unanswered at a time. A larger one goes alone."""
     max_body_bytes: int = 64 << 20
     """The largest message body, attachments not included, that this end takes."""
+    same_host: bool = True
+    """Whether to go around the network between processes of one host."""
+    max_shared_bytes: int = 4 << 30
+    """How much shared memory this process may set up for what it sends to others on the same host, over all
+    links together. What finds no room there goes over the socket."""
     chunk_bytes: int = 1 << 20
     """How much of an attachment goes into one frame."""
     hello_timeout: float = 10.0
     """How long a stream may stay silent after it was opened."""
+    codecs: tuple[tensor_pb2.Codec, ...] = field(default_factory=supported_codecs)
+    """What this end says that it can decode."""
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """A body, and what may be in a frame beside it: ids of transfers, small frames that left with it."""
+        return self.max_body_bytes + (2 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +126,16 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What went over a link so far, in bytes: whole frames, but not what gRPC and TCP add to them."""
+    """What went over a link so far, in bytes: whole frames, but not what gRPC and TCP add to them. What
+    crossed in shared memory counts."""
 
     sent: int = 0
     received: int = 0
+    saved: int = 0
+    """What would have gone as well without compression, both ways."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received, self.saved + other.saved)
 
     @property
     def total(self) -> int:
@@ -127,6 +146,9 @@ class Traffic:
 class Pending(Future[Any]):
     """The answer to a question. Cancelling it reaches the other end."""
 
+    is_nested = False
+    """Whether a question of somebody else waits for it. Then nothing may keep it back: it could be what the
+    room that it lacks is waiting for."""
     abandon: Callable[[], None] | None = None
     """Set by the link: tells the other end that nobody waits any more."""
 
@@ -186,17 +208,46 @@ class Exchange(ABC):
     link: Link | None
     """The way back: the one who asked can be asked over it. None if there is no way back."""
 
+    def __init__(self) -> None:
+        self._cancel_lock = threading.Lock()
+        self._cancelled = False
+        self._when_cancelled: dict[object, Callable[[], object]] = {}
+
     @property
-    @abstractmethod
     def cancelled(self) -> bool:
         """Whether the asker no longer wants the answer."""
+        return self._cancelled
 
-    @abstractmethod
     def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Calls back, once, when the asker cancels or is lost; at once if it already is so.
 
         What it returns takes the callback back: what is done must not be kept for the length of a call.
         """
+        token = object()
+        with self._cancel_lock:
+            if not self._cancelled:
+                self._when_cancelled[token] = callback
+                return lambda: self._take_back(token)
+        callback()
+        return lambda: None
+
+    def _take_back(self, token: object) -> None:
+        with self._cancel_lock:
+            self._when_cancelled.pop(token, None)
+
+    def cancel(self) -> None:
+        """The asker no longer wants the answer."""
+        with self._cancel_lock:
+            self._cancelled = True
+            callbacks, self._when_cancelled = self._when_cancelled, {}
+        call_each(callbacks.values())
+
+    def begin(self) -> None:  # noqa: B027 - not all have something to do then
+        """Work on it begins: what came with it no longer counts as waiting."""
+
+    def may_run_here(self) -> bool:
+        """For whoever takes the question: whether the thread that brings it may be used to answer it."""
+        return False
 
     @abstractmethod
     def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
@@ -216,6 +267,8 @@ class Link(ABC):
 
     local: Identity
     peer: Identity
+    peer_codecs: frozenset[int] = frozenset()
+    """What the other end can decode."""
 
     @abstractmethod
     def ask(
@@ -232,6 +285,10 @@ class Link(ABC):
         The answer is a `Received` or an exception: whatever the other end failed with,
         DeadlineExceeded after `timeout`, or a LinkError if the other end is lost.
         """
+
+    @abstractmethod
+    def read_for(self, pending: Pending) -> None:
+        """For a thread that is about to wait for an answer: reads the link until it comes, if nobody does."""
 
     @abstractmethod
     def close(self, *, leaving: bool = False) -> None:
@@ -253,6 +310,10 @@ class Link(ABC):
     @abstractmethod
     def traffic(self) -> Traffic:
         """What went over the link since it was opened."""
+
+    @abstractmethod
+    def count_saved(self, size: int) -> None:
+        """A message that was sent or received was so many bytes smaller for being compressed."""
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradwire.proto.v1 import worker_pb2
 from gradwire.transport.base import LinkSettings
 
-__all__ = ["LINK_METHOD", "SERVICE", "client_options", "server_options"]
+__all__ = ["LINK_METHOD", "SERVICE", "client_options", "server_options", "silence_before_cut"]
 
 # From the descriptor, so that it is there to be asked for through server reflection.
 SERVICE: str = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
@@ -14,17 +14,23 @@ LINK_METHOD = f"/{SERVICE}/Link"
 Options = list[tuple[str, int | str]]
 
 
+def silence_before_cut(settings: LinkSettings) -> float:
+    """How long a ping may stay without an answer, in seconds."""
+    return max(settings.lost_after / 4, 0.1)
+
+
 def _common(settings: LinkSettings) -> Options:
     # A peer that is stopped, or a cable that is cut, must be noticed well within `lost_after`.
-    interval = max(int(settings.lost_after * 1000 / 4), 100)
+    interval = max(int(settings.lost_after * 1000 / 8), 100)
+    timeout = int(silence_before_cut(settings) * 1000)
     return [
         # A message over gRPC's own limit kills the whole stream; we check sizes ourselves and say so.
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", interval),
         # keepalive_timeout_ms alone is not honoured; ping_timeout_ms is what counts.
-        ("grpc.keepalive_timeout_ms", interval),
-        ("grpc.http2.ping_timeout_ms", interval),
+        ("grpc.keepalive_timeout_ms", timeout),
+        ("grpc.http2.ping_timeout_ms", timeout),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -20,7 +20,6 @@ from gradwire.errors import (
     GradwireError,
     InternalError,
     LinkClosed,
-    ProtocolError,
     ResourceExhausted,
 )
 from gradwire.proto.v1 import link_pb2
@@ -36,42 +35,26 @@ from gradwire.transport.base import (
     Traffic,
     call_each,
 )
-from gradwire.transport.inbound import Inbound, Whole
-from gradwire.transport.outbox import Outbox, OutgoingTransfer
+from gradwire.transport.inbound import Whole
+from gradwire.transport.outbox import OutgoingTransfer
 from gradwire.transport.questions import Asked, Served
 from gradwire.transport.retries import Resting
+from gradwire.transport.room import Allowance, Room
+from gradwire.transport.streams import Streams
 from gradwire.transport.timers import call_later
 from gradwire.transport.window import Window
 
-__all__ = ["Conversation", "Streams"]
+__all__ = ["Conversation"]
 
 log = logging.getLogger("gradwire.link")
 
 _MAX_UNACKNOWLEDGED = 32
 """Acknowledgements ride on the next frame, unless this many wait."""
 _MAX_WITHDRAWN = 1000
+_SMALLEST_CHUNK_BYTES = 1024
+"""From this size on a frame is likely to be a chunk, which can be read in a faster way."""
 _LARGE_ANSWER_BYTES = 64 * 1024
 """An answer of this size is acknowledged at once: the other end keeps it until then."""
-_FRAME_OVERHEAD_BYTES = 2 << 20
-"""What a frame may hold beside a body: ids of transfers, small frames that left with it."""
-
-
-class Streams:
-    """One attempt to carry a conversation: what waits to be written, and what has half arrived."""
-
-    def __init__(self, settings: LinkSettings, *, separate_bulk: bool = True) -> None:
-        self.control = Outbox()
-        self.bulk = Outbox() if separate_bulk else self.control
-        self.inbound = Inbound(settings.max_message_bytes)
-
-    @property
-    def written(self) -> int:
-        """Bytes that were handed to the streams."""
-        return sum(outbox.written for outbox in {self.control, self.bulk})
-
-    def close(self, *, discard: bool = False) -> None:
-        self.control.close(discard=discard)
-        self.bulk.close(discard=discard)
 
 
 class Conversation(Link):
@@ -81,7 +64,16 @@ class Conversation(Link):
     nothing that belongs to others is called while it is held.
     """
 
-    def __init__(self, local: Identity, peer: Identity, handler: Handler, settings: LinkSettings) -> None:
+    def __init__(
+        self,
+        local: Identity,
+        peer: Identity,
+        handler: Handler,
+        settings: LinkSettings,
+        room: Room | None = None,
+    ) -> None:
+        self.allowance = Allowance(settings.max_bytes_in_flight, room or Room())
+        """For what the other end asks."""
         self.local = local
         self.peer = peer
         self.settings = settings
@@ -99,9 +91,9 @@ class Conversation(Link):
         self._to_acknowledge: list[int] = []
         self._request_ids = itertools.count(1)
         self._transfer_ids = itertools.count(1)
-        self._received_bytes = 0
-        self._written_before = 0
-        """Bytes that went over streams which are no longer in use."""
+        self._traffic_before = Traffic()
+        """What went over streams that are no longer in use."""
+        self._saved_bytes = 0
         self._ended: GradwireError | None = None
         self._end_callbacks: list[Callable[[Link], None]] = []
 
@@ -122,6 +114,11 @@ class Conversation(Link):
         self._ask(Asked(method, body, attachments, pending, timeout))
         return pending
 
+    def read_for(self, pending: Pending) -> None:
+        streams = self._streams
+        if streams is not None:
+            streams.read_for(pending)
+
     def peer_takes_in_flight(self, max_bytes: int) -> None:
         """How many bytes of unanswered attachments the other end wants at a time; 0 if it does not matter."""
         self._window.max_bytes = max_bytes or (1 << 62)
@@ -141,6 +138,7 @@ class Conversation(Link):
             self._start_timer(asked, partial(self._withdraw, id))
             if self._streams is not None:
                 self._send_question(self._streams, id, asked)
+        self._flush()
         if asked.pending.cancelled():
             # It was cancelled before it knew whom to tell.
             self._withdraw(id, None)
@@ -200,10 +198,17 @@ class Conversation(Link):
                     streams.bulk.put(frames.cancel(id))
                 else:
                     streams.control.put(frames.cancel(id))
+        self._flush()
         asked.stop_timer()
         if error is not None:
             asked.pending.settle(error)
         self._leave_window(asked)
+
+    def _flush(self) -> None:
+        """Has what was put written. Without the lock: a write takes its time, in which others can go on."""
+        streams = self._streams
+        if streams is not None:
+            streams.flush()
 
     # -- sending; all with the lock held
 
@@ -279,18 +284,24 @@ class Conversation(Link):
                     self._streams.bulk.drop_transfers(transfer.owner)
                 served.answer = (faults.describe(error, self.local.name), ())
                 self._send_answer(served)
+        self._flush()
 
     # -- streams
 
-    def attach(self, streams: Streams) -> None:
-        """Carries on over new streams: what is not answered or acknowledged is sent again."""
+    def attach(self, streams: Streams, *, instead_of: Streams | None = None) -> None:
+        """Carries on over new streams: what is not answered or acknowledged is sent again.
+
+        `instead_of`: only if those are the ones in use.
+        """
         with self._lock:
-            if self._ended is not None:
+            previous = self._streams
+            if self._ended is not None or instead_of not in (None, previous):
                 streams.close(discard=True)
                 return
-            if self._streams is not None:
-                self._streams.close(discard=True)
-                self._written_before += self._streams.written
+            if previous is not None:
+                self._traffic_before += previous.traffic
+                if previous is not streams.beneath:
+                    previous.close(discard=True)
             self._streams = streams
             for id in self._withdrawn:
                 streams.control.put(frames.cancel(id))
@@ -300,21 +311,24 @@ class Conversation(Link):
                 self._send_question(streams, id, asked)
             for served in self._served.values():
                 self._send_answer(served)
+        self._flush()
 
     def detach(self, streams: Streams) -> bool:
-        """The streams broke. True if they were the ones in use."""
+        """The streams broke. True if they, or those that they led to, were the ones in use."""
         streams.close(discard=True)
         with self._lock:
-            if self._streams is not streams:
+            used = self._streams
+            if used is None or streams not in (used, used.beneath):
                 return False
+            used.close(discard=True)
             self._streams = None
-            self._written_before += streams.written
+            self._traffic_before += used.traffic
             self._delivered.notify_all()
             return True
 
     def wait_until_delivered(self, timeout: float) -> bool:
         """Whether all large answers have arrived at the other end in time, or it is out of reach."""
-        with self._lock:
+        with self._delivered:
             return self._delivered.wait_for(
                 lambda: (
                     self._streams is None
@@ -330,17 +344,19 @@ class Conversation(Link):
 
     def receive(self, data: bytes, streams: Streams) -> None:
         """Takes what was read from a stream. Raises if it breaks the protocol."""
-        if len(data) > self.settings.max_body_bytes + _FRAME_OVERHEAD_BYTES:
+        if len(data) > self.settings.max_frame_bytes:
             raise ResourceExhausted(
                 f"a frame of {len(data)} bytes exceeds the limit of {self.settings.max_body_bytes} bytes"
             )
         with self._lock:
-            self._received_bytes += len(data)
-        chunk = frames.parse_chunk(data)
+            streams.received += len(data)
+        chunk = frames.parse_chunk(data) if len(data) >= _SMALLEST_CHUNK_BYTES else None
         if chunk is not None:
-            self._on_chunk(streams, chunk)
+            self._on_whole(streams, streams.inbound.chunk(chunk))
             return
-        for frame in frames.parse(data):
+        received = frames.parse(data)
+        for index, frame in enumerate(received):
+            streams.is_amid = index + 1 < len(received)
             kind = frame.WhichOneof("kind")
             if kind == "request":
                 self._on_request(streams, frame.request)
@@ -348,7 +364,8 @@ class Conversation(Link):
                 self._on_reply(streams, frame.reply)
             elif kind == "chunk":
                 piece = frame.chunk
-                self._on_chunk(streams, frames.Chunk(piece.transfer, piece.offset, piece.total, piece.data))
+                chunk = frames.Chunk(piece.transfer, piece.offset, piece.total, piece.data)
+                self._on_whole(streams, streams.inbound.chunk(chunk))
             elif kind == "cancel":
                 self._on_cancel(streams, frame.cancel.id)
             elif kind == "acknowledge":
@@ -356,7 +373,7 @@ class Conversation(Link):
             elif kind == "goodbye":
                 self._on_goodbye(frame.goodbye)
             else:
-                raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
+                self._on_whole(streams, streams.take(frame, kind))
 
     def receive_or_refuse(self, data: bytes, streams: Streams) -> None:
         """The same for whoever reads a stream: what cannot be taken ends the conversation, not the reader."""
@@ -369,8 +386,8 @@ class Conversation(Link):
             log.exception("a frame from %s could not be handled", self.peer)
             self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
 
-    def _on_chunk(self, streams: Streams, chunk: frames.Chunk) -> None:
-        whole = streams.inbound.chunk(chunk)
+    def _on_whole(self, streams: Streams, whole: Whole | None) -> None:
+        """The last attachment of a message has come, if it has."""
         if whole is None:
             return
         if isinstance(whole[0], link_pb2.Request):
@@ -397,8 +414,12 @@ class Conversation(Link):
         assert isinstance(request, link_pb2.Request)
         with self._lock:
             if self._streams is not streams or request.id in self._served:
+                self.allowance.give_back(request.id)
                 return None
-            served = self._served[request.id] = Served(self, request, attachments)
+            served = self._served[request.id] = Served(self, streams, request, attachments or ())
+            if attachments is None:
+                served.fail(faults.describe(self.allowance.refusal(), self.local.name))
+                return None
             return served
 
     def _handle(self, served: Served | None) -> None:
@@ -440,6 +461,7 @@ class Conversation(Link):
             if asked is not None and asked.attachments:
                 # After a cut, the answer may be back before the question has been sent again.
                 streams.bulk.drop_transfers((False, reply.id))
+        self._flush()
         if asked is None:
             return
         asked.stop_timer()
@@ -450,7 +472,7 @@ class Conversation(Link):
             if not self._resting.takes(asked, reply.error):
                 asked.pending.settle(faults.rebuild(reply.error))
         else:
-            asked.pending.settle(Received(reply.body, attachments))
+            asked.pending.settle(Received(reply.body, attachments or ()))
 
     def _on_cancel(self, streams: Streams, id: int) -> None:
         with self._lock:
@@ -501,10 +523,12 @@ class Conversation(Link):
             all_asked, self._asked = self._asked, {}
             all_served, self._served = self._served, {}
             streams, self._streams = self._streams, None
-            self._written_before += streams.written if streams is not None else 0
+            if streams is not None:
+                self._traffic_before += streams.traffic
             callbacks, self._end_callbacks = self._end_callbacks, []
             self._delivered.notify_all()
         if streams is not None:
+            streams.inbound.close()
             if farewell is None:
                 streams.close(discard=True)
             else:
@@ -512,6 +536,7 @@ class Conversation(Link):
                 streams.bulk.drop_transfers()
                 streams.control.put(farewell)
                 streams.control.close()
+        self.allowance.give_back_all()
         self._resting.end(error)
         self._window.end(error)
         for asked in all_asked.values():
@@ -527,8 +552,13 @@ class Conversation(Link):
     @property
     def traffic(self) -> Traffic:
         with self._lock:
-            written = self._streams.written if self._streams is not None else 0
-            return Traffic(self._written_before + written, self._received_bytes)
+            before = self._traffic_before + Traffic(saved=self._saved_bytes)
+            return before if self._streams is None else before + self._streams.traffic
+
+    def count_saved(self, size: int) -> None:
+        if size:
+            with self._lock:
+                self._saved_bytes += size
 
     @property
     def ended(self) -> GradwireError | None:

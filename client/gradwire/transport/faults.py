@@ -26,6 +26,7 @@ _CODES: tuple[tuple[type[errors.GradwireError], link_pb2.Error.Code], ...] = (
     (errors.MalformedMessage, Code.CODE_MALFORMED),
     (errors.Unencodable, Code.CODE_UNENCODABLE),
     (errors.InvalidDeviceMap, Code.CODE_INVALID_DEVICE_MAP),
+    (errors.CodecUnavailable, Code.CODE_CODEC_UNAVAILABLE),
     (errors.Cancelled, Code.CODE_CANCELLED),
     (errors.DeadlineExceeded, Code.CODE_DEADLINE_EXCEEDED),
     (errors.ProtocolError, Code.CODE_PROTOCOL),

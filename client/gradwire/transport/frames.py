@@ -7,6 +7,7 @@ through the generated code, which is as fast for small messages.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,24 @@ from google.protobuf.message import DecodeError
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import link_pb2
 
-__all__ = ["Chunk", "acknowledge", "cancel", "chunk", "envelope", "goodbye", "parse", "parse_chunk"]
+__all__ = [
+    "LENGTH",
+    "Chunk",
+    "acknowledge",
+    "cancel",
+    "chunk",
+    "dropped",
+    "envelope",
+    "goodbye",
+    "parse",
+    "parse_chunk",
+    "placed",
+    "returned",
+    "segment",
+]
+
+LENGTH = struct.Struct("<I")
+"""What stands before each Envelope on a socket that has no messages of its own."""
 
 # Tags: field number << 3 | wire type (0 varint, 2 length-delimited).
 _ENVELOPE_FRAME = b"\x0a"
@@ -116,6 +134,22 @@ def cancel(request_id: int) -> bytes:
 
 def acknowledge(ids: Iterable[int]) -> bytes:
     return envelope(link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=ids)))
+
+
+def segment(id: int, size: int) -> bytes:
+    return envelope(link_pb2.Frame(segment=link_pb2.Segment(id=id, size=size)))
+
+
+def placed(transfer: int, segment: int, total: int) -> bytes:
+    return envelope(link_pb2.Frame(placed=link_pb2.Placed(transfer=transfer, segment=segment, total=total)))
+
+
+def returned(segments: Iterable[int]) -> bytes:
+    return envelope(link_pb2.Frame(returned=link_pb2.Returned(segments=segments)))
+
+
+def dropped(segments: Iterable[int]) -> bytes:
+    return envelope(link_pb2.Frame(dropped=link_pb2.Dropped(segments=segments)))
 
 
 def goodbye(error: link_pb2.Error | None = None, *, leaving: bool = False) -> bytes:

@@ -1,17 +1,20 @@
 """The connecting end of a link over gRPC.
 
 A thread of its own keeps the link: it opens the two streams, reads the one for control, and opens new
-ones after a cut, until the other end has been out of reach for too long or is not who it was.
+ones after a cut, until the other end has been out of reach for too long or is not who it was. Where the
+worker is on the same host, a local socket takes the place of the second stream, and carries everything.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -28,8 +31,11 @@ from gradwire.errors import (
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults, frames
 from gradwire.transport.base import Handler, Identity, LinkSettings
-from gradwire.transport.channels import LINK_METHOD, client_options
-from gradwire.transport.conversation import Conversation, Streams
+from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
+from gradwire.transport.conversation import Conversation
+from gradwire.transport.local_streams import LocalStreams
+from gradwire.transport.same_host import meet
+from gradwire.transport.streams import StreamPair, Streams
 from gradwire.transport.timers import Timer, call_later
 
 __all__ = ["PROTOCOL", "GrpcLink"]
@@ -60,6 +66,8 @@ class GrpcLink(Conversation):
         """The streams that are open or being opened."""
         self._carried = False
         """Whether they carry the conversation yet."""
+        self._bulk_broke = ""
+        """Why the stream for bulk data was the first to break, if it was."""
         self._connected = threading.Event()
         self._ending = threading.Event()
         self._farewell: Timer | None = None
@@ -126,7 +134,7 @@ class GrpcLink(Conversation):
         backoff, attempt = _FIRST_BACKOFF, 0
         while self._ended is None:
             attempt += 1
-            streams = Streams(self.settings)
+            streams = StreamPair(self.settings, self.allowance)
             reason = ""
             try:
                 self._carry(control, bulk, streams, attempt, give_up_at)
@@ -140,6 +148,8 @@ class GrpcLink(Conversation):
             if self.detach(streams):
                 log.info("the link to %s was cut: %s", self.peer, reason)
                 give_up_at = time.monotonic() + self.settings.lost_after
+                if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC says so in words only
+                    give_up_at -= silence_before_cut(self.settings)
                 backoff = _FIRST_BACKOFF
             impatient = not self._welcomed and not self.settings.wait_for_ready
             if self._ended is None and (impatient or time.monotonic() >= give_up_at):
@@ -158,17 +168,19 @@ class GrpcLink(Conversation):
             channel.close()
 
     def _carry(
-        self, control: grpc.Channel, bulk: grpc.Channel, streams: Streams, attempt: int, give_up_at: float
+        self, control: grpc.Channel, bulk: grpc.Channel, streams: StreamPair, attempt: int, give_up_at: float
     ) -> None:
         """Opens the streams and reads until they end."""
         handshake = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
         timer = call_later(handshake, self._cut)
         try:
             control_call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
-            self._welcome(_first_frame(control_call))
-            bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
-            if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
-                raise _Broken("the stream for bulk data was refused")
+            offer = self._welcome(_first_frame(control_call))
+            connection = meet(offer, self.target) if offer is not None and self.settings.same_host else None
+            if connection is None:
+                bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
+                if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
+                    raise _Broken("the stream for bulk data was refused")
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._welcomed:
                 raise ConnectFailed(
@@ -178,12 +190,37 @@ class GrpcLink(Conversation):
             raise _Broken(_explain(error, handshake)) from error
         finally:
             timer.cancel()
+        if connection is None:
+            self._carry_over_network(control_call, bulk_call, streams, handshake)
+        else:
+            self._carry_locally(control_call, connection, streams)
+
+    def _carry_locally(self, control_call: Any, connection: socket.socket, beneath: Streams) -> None:
+        local = LocalStreams(self.settings, self.allowance, connection, beneath)
+        # What is wrong with the worker shows there: it is pinged, and a worker that stopped does not answer.
+        if not control_call.add_callback(partial(local.close, discard=True)):
+            local.close(discard=True)
+        self.attach(local)
+        self._carried = True
+        self._connected.set()
+        try:
+            local.carry(self, gives_way=True)
+        finally:
+            self._carried = False
+        if self._ended is None:
+            closed = "the worker closed the socket"
+            raise _Broken(closed if control_call.is_active() else _explain(control_call, 0.0))
+
+    def _carry_over_network(
+        self, control_call: Any, bulk_call: Any, streams: Streams, handshake: float
+    ) -> None:
         reader = threading.Thread(
             target=self._read_bulk,
             args=(bulk_call, streams),
             name=f"gradwire-bulk-{self.target}",
             daemon=True,
         )
+        self._bulk_broke = ""
         self.attach(streams)
         self._carried = True
         reader.start()
@@ -191,14 +228,17 @@ class GrpcLink(Conversation):
         try:
             self._read(control_call, streams)
         except grpc.RpcError as error:
-            raise _Broken(_explain(error, handshake)) from error
+            # If the other stream was the first to break, it knows why.
+            raise _Broken(self._bulk_broke or _explain(error, handshake)) from error
         finally:
             self._carried = False
             self._cut()
             streams.close(discard=True)
             reader.join(_FAREWELL_SECONDS)
 
-    def _open(self, channel: grpc.Channel, role: link_pb2.Hello.Role, streams: Streams, attempt: int) -> Any:
+    def _open(
+        self, channel: grpc.Channel, role: link_pb2.Hello.Role, streams: StreamPair, attempt: int
+    ) -> Any:
         outbox = streams.control if role == link_pb2.Hello.ROLE_CONTROL else streams.bulk
         hello = link_pb2.Hello(
             protocol=PROTOCOL,
@@ -210,6 +250,8 @@ class GrpcLink(Conversation):
             resume=self._welcomed,
             max_message_bytes=self.settings.max_message_bytes,
             max_bytes_in_flight=self.settings.max_bytes_in_flight,
+            same_host=self.settings.same_host,
+            codecs=self.settings.codecs,
         )
         outbox.put(frames.envelope(link_pb2.Frame(hello=hello)))
         # Frames are bytes already: no serializers.
@@ -220,7 +262,8 @@ class GrpcLink(Conversation):
             call.cancel()  # whoever ended the link could not know of this one
         return call
 
-    def _welcome(self, frame: link_pb2.Frame) -> None:
+    def _welcome(self, frame: link_pb2.Frame) -> link_pb2.SameHost | None:
+        """Looks at how the worker answers. Returns the way around the network that it offers."""
         kind = frame.WhichOneof("kind")
         if kind == "goodbye":
             error = faults.rebuild(frame.goodbye.error)
@@ -247,10 +290,12 @@ class GrpcLink(Conversation):
         self.peer = peer
         self.peer_max_message_bytes = welcome.max_message_bytes
         self.peer_takes_in_flight(welcome.max_bytes_in_flight)
+        self.peer_codecs = frozenset(welcome.codecs)
         self._welcomed = True
+        return welcome.same_host if welcome.HasField("same_host") else None
 
-    def _read(self, call: Any, streams: Streams) -> None:
-        for data in call:
+    def _read(self, received: Iterable[bytes], streams: Streams) -> None:
+        for data in received:
             self.receive_or_refuse(data, streams)
         if self._ended is None:
             raise _Broken("the worker closed the stream")
@@ -258,9 +303,10 @@ class GrpcLink(Conversation):
     def _read_bulk(self, call: Any, streams: Streams) -> None:
         try:
             self._read(call, streams)
-        except (grpc.RpcError, _Broken):
+        except (grpc.RpcError, _Broken) as error:
             # One stream without the other is of no use: the keeper starts anew.
             if self._ended is None and not streams.control.closed:
+                self._bulk_broke = str(error) if isinstance(error, _Broken) else _explain(error, 0.0)
                 self._cut()
 
     def _lost(self, reason: str) -> GradwireError:

@@ -6,7 +6,9 @@ import threading
 
 from gradwire.errors import WorkerLost
 from gradwire.transport.base import Handler, Identity, LinkSettings
-from gradwire.transport.conversation import Conversation, Streams
+from gradwire.transport.conversation import Conversation
+from gradwire.transport.outbox import Outbox
+from gradwire.transport.streams import Streams
 
 __all__ = ["InProcessLink"]
 
@@ -26,24 +28,26 @@ class InProcessLink(Conversation):
             cls(left[0], right[0], left[1], settings),
             cls(right[0], left[0], right[1], settings),
         )
-        streams = (Streams(settings, separate_bulk=False), Streams(settings, separate_bulk=False))
-        for here, there, sent, received in (
-            (ends[0], ends[1], streams[0], streams[1]),
-            (ends[1], ends[0], streams[1], streams[0]),
-        ):
-            here.attach(sent)
+        outboxes = (Outbox(), Outbox())
+        streams = [
+            Streams(settings, end.allowance, outbox, outbox)
+            for end, outbox in zip(ends, outboxes, strict=True)
+        ]
+        for here, there in ((0, 1), (1, 0)):
+            ends[here].peer_codecs = frozenset(settings.codecs)
+            ends[here].attach(streams[here])
             thread = threading.Thread(
                 target=_carry,
-                args=(there, sent, received),
-                name=f"gradwire-link-{here.local.name}-{there.local.name}",
+                args=(ends[there], outboxes[here], streams[there]),
+                name=f"gradwire-link-{ends[here].local.name}-{ends[there].local.name}",
                 daemon=True,
             )
             thread.start()
         return ends
 
 
-def _carry(there: InProcessLink, sent: Streams, received: Streams) -> None:
+def _carry(there: InProcessLink, sent: Outbox, received: Streams) -> None:
     # Ends when the sending end closes its outbox, which both close() and abort() do.
-    for data in sent.control:
+    for data in sent:
         there.receive_or_refuse(data, received)
     there.abort(WorkerLost(f"{there.peer} has gone without a word", worker=str(there.peer)))

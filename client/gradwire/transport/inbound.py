@@ -13,14 +13,15 @@ from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.base import Buffer
 from gradwire.transport.frames import Chunk
+from gradwire.transport.room import Allowance, Room
 
 __all__ = ["Inbound"]
 
 Key = tuple[bool, int]
 """A message: (is it a reply, the request's id)."""
 Message = link_pb2.Request | link_pb2.Reply
-Whole = tuple[Message, Sequence[Buffer]]
-"""A message with all its attachments."""
+Whole = tuple[Message, Sequence[Buffer] | None]
+"""A message with all its attachments, or None instead of them if there was no room."""
 
 
 @dataclass(slots=True)
@@ -51,9 +52,17 @@ class Inbound:
     MAX_EXPECTED = 100_000
     """Things that are still to come, and to be thrown away then."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, allowance: Allowance | None = None, name_within: float | None = None
+    ) -> None:
         self._lock = threading.Lock()
+        self._named = threading.Condition(self._lock)
         self._max_bytes = max_bytes
+        self._allowance = allowance or Allowance(1 << 62, Room())
+        self._name_within = name_within
+        """How long to wait for the message of attachments that there is no room for without it. None: one
+        stream carries both, and waiting would be in vain."""
+        self._closed = False
         self._transfers: dict[int, _Transfer] = {}
         self._waiting: dict[Key, _Waiting] = {}
         self._wanted_by: dict[int, Key] = {}
@@ -70,11 +79,27 @@ class Inbound:
         with self._lock:
             return sum(len(transfer.buffer) for transfer in self._transfers.values())
 
-    def chunk(self, chunk: Chunk) -> Whole | None:
-        """Takes a piece of an attachment. Returns the message that it completes, if any."""
+    def close(self) -> None:
+        """Nothing more will come."""
         with self._lock:
-            transfer = self._transfers.get(chunk.transfer) or self._begin(chunk)
+            self._closed = True
+            for is_reply, id in self._waiting:
+                if not is_reply:
+                    self._allowance.give_back(id)
+            self._named.notify_all()
+
+    def chunk(self, chunk: Chunk) -> Whole | None:
+        """Takes a piece of an attachment. Returns the message that it completes or overflows, if any."""
+        with self._lock:
+            if self._closed:
+                return None
+            transfer = self._transfers.get(chunk.transfer)
             if transfer is None:
+                transfer = self._begin(chunk)
+                key = self._wanted_by.get(chunk.transfer)
+                if transfer is not None and key is not None and not self._take(key, len(transfer.buffer)):
+                    return self._refuse(key)
+            if transfer is None or not self._await_name(chunk):
                 return None
             total, end = len(transfer.buffer), chunk.offset + len(chunk.data)
             if chunk.offset != transfer.filled or end > total or (chunk.offset == end and total):
@@ -86,11 +111,29 @@ class Inbound:
         transfer.buffer[chunk.offset : end] = np.frombuffer(chunk.data, dtype=np.uint8)
         with self._lock:
             transfer.filled = end
-            key = self._wanted_by.get(chunk.transfer)
-            if not transfer.complete or key is None:
+            return self._completed(chunk.transfer) if transfer.complete else None
+
+    def begin(self, id: int, total: int) -> None:
+        """Takes note of an attachment that will be placed later: others may be placed before it."""
+        with self._lock:
+            if self._may_begin(id, total):
+                self._transfers[id] = _Transfer(np.empty(0, dtype=np.uint8), filled=-1)
+
+    def place(self, id: int, buffer: Buffer) -> Whole | None:
+        """Takes an attachment that comes in one piece. Returns the message that it completes, or that it has
+        no room for."""
+        with self._lock:
+            if self._closed:
                 return None
-            self._waiting[key].missing.discard(chunk.transfer)
-            return self._if_whole(key)
+            if id not in self._transfers and (id <= self._last_begun or not self._may_begin(id, len(buffer))):
+                return None  # nobody wants it
+            self._transfers[id] = _Transfer(buffer, len(buffer))
+            key = self._wanted_by.get(id)
+            if key is not None:
+                self._check_size(key)
+                if not self._take(key, len(buffer)):
+                    return self._refuse(key)
+            return self._completed(id)
 
     def message(self, key: Key, transfers: Sequence[int], message: Message) -> Whole | None:
         """Takes a message. Returns it if all its attachments are there."""
@@ -108,7 +151,9 @@ class Inbound:
             }
             self._waiting[key] = _Waiting(message, transfers, missing)
             self._wanted_by.update(dict.fromkeys(transfers, key))
-            self._check_size(key)
+            self._named.notify_all()
+            if not self._take(key, self._check_size(key)):
+                return self._refuse(key)
             return self._if_whole(key)
 
     def skip(self, key: Key, transfers: Sequence[int]) -> None:
@@ -124,6 +169,8 @@ class Inbound:
             is_reply, id = key
             if waiting is not None:
                 self._forget(waiting.transfers, more_to_come=is_reply)
+                if not is_reply:
+                    self._allowance.give_back(id)
             elif not is_reply and id > self._last_request:
                 self._cancelled = self._expect(self._cancelled, id, self._last_request)
 
@@ -141,19 +188,13 @@ class Inbound:
         return cancelled
 
     def _begin(self, chunk: Chunk) -> _Transfer | None:
-        """A transfer that begins; None if it is not wanted."""
-        if chunk.transfer <= self._last_begun:
-            if chunk.offset:
-                return None  # the rest of something that was dropped
-            raise MalformedMessage(f"transfer {chunk.transfer} began twice, or out of order")
+        """A transfer that begins with a chunk; None if it is not wanted."""
         if chunk.offset:
+            if chunk.transfer <= self._last_begun:
+                return None  # the rest of something that was dropped
             raise MalformedMessage(f"transfer {chunk.transfer} lacks its first {chunk.offset} bytes")
-        self._last_begun = chunk.transfer
-        if chunk.transfer in self._unwanted:
-            self._unwanted.discard(chunk.transfer)
+        if not self._may_begin(chunk.transfer, chunk.total):
             return None
-        if chunk.total > self._max_bytes:
-            raise self._too_large(chunk.total)
         try:
             # Pages are only committed as they are written: a length that lies costs address space alone.
             transfer = _Transfer(np.empty(chunk.total, dtype=np.uint8))
@@ -165,6 +206,53 @@ class Inbound:
             self._check_size(key)
         return transfer
 
+    def _may_begin(self, id: int, total: int) -> bool:
+        """Whether a transfer that begins is wanted."""
+        if id <= self._last_begun:
+            raise MalformedMessage(f"transfer {id} began twice, or out of order")
+        self._last_begun = id
+        if id in self._unwanted:
+            self._unwanted.discard(id)
+            return False
+        if total > self._max_bytes:
+            raise self._too_large(total)
+        return True
+
+    def _completed(self, id: int) -> Whole | None:
+        """A transfer is complete. The message that this completes."""
+        key = self._wanted_by.get(id)
+        if key is None:
+            return None
+        self._waiting[key].missing.discard(id)
+        return self._if_whole(key)
+
+    def _take(self, key: Key, size: int) -> bool:
+        """Whether there is room for more of a message. Answers were asked for, so there is."""
+        is_reply, id = key
+        return is_reply or self._allowance.take(id, size)
+
+    def _refuse(self, key: Key) -> Whole:
+        waiting = self._waiting.pop(key)
+        self._forget(waiting.transfers, more_to_come=True)
+        self._allowance.give_back(key[1])
+        return waiting.message, None
+
+    def _await_name(self, chunk: Chunk) -> bool:
+        """Where a piece is too much to keep for no message: waits for the one that it belongs to, which comes
+        on another stream. False if nobody wants the piece."""
+        if chunk.transfer in self._wanted_by or self._name_within is None:
+            return True
+        nameless = sum(t.filled for id, t in self._transfers.items() if id not in self._wanted_by)
+        if nameless + len(chunk.data) <= self._allowance.max_bytes:
+            return True
+
+        def is_known() -> bool:
+            return self._closed or chunk.transfer in self._wanted_by or chunk.transfer not in self._transfers
+
+        if not self._named.wait_for(is_known, self._name_within):
+            raise MalformedMessage(f"transfer {chunk.transfer} belongs to no message")
+        return not self._closed and chunk.transfer in self._transfers
+
     def _check_names(self, transfers: Sequence[int]) -> None:
         if len(set(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
             raise MalformedMessage("a transfer was named as an attachment twice")
@@ -172,11 +260,13 @@ class Inbound:
             if id in self._unwanted or (id <= self._last_begun and id not in self._transfers):
                 raise MalformedMessage(f"transfer {id} was named as an attachment, but will not come")
 
-    def _check_size(self, key: Key) -> None:
+    def _check_size(self, key: Key) -> int:
+        """The size of what has begun of a message's attachments."""
         begun = (self._transfers.get(id) for id in self._waiting[key].transfers)
         size = sum(len(transfer.buffer) for transfer in begun if transfer is not None)
         if size > self._max_bytes:
             raise self._too_large(size)
+        return size
 
     def _too_large(self, size: int) -> ResourceExhausted:
         return ResourceExhausted(
@@ -198,6 +288,7 @@ class Inbound:
             self._transfers.pop(id, None)
             if more_to_come and id > self._last_begun:
                 self._unwanted = self._expect(self._unwanted, id, self._last_begun)
+        self._named.notify_all()
 
     def _expect(self, ids: set[int], id: int, past: int) -> set[int]:
         """Adds one to the ids that are still to come. Those up to `past` never will."""

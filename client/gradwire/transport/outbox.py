@@ -6,23 +6,26 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 from gradwire.errors import GradwireError, InternalError
 from gradwire.transport import frames
 from gradwire.transport.base import Sendable
 
-__all__ = ["Outbox", "OutgoingTransfer"]
+__all__ = ["COALESCED_BYTES", "Outbox", "Outgoing", "OutgoingTransfer", "Turns"]
 
 log = logging.getLogger("gradwire.link")
 
-_COALESCED_BYTES = 256 * 1024
+T = TypeVar("T")
+
+COALESCED_BYTES = 256 * 1024
 """Small frames are joined into one write until it is this long."""
 
 
 class OutgoingTransfer:
-    """An attachment on its way out, cut into chunks as the stream asks for them."""
+    """An attachment on its way out, taken piece by piece."""
 
-    __slots__ = ("_offset", "chunk_bytes", "dropped", "id", "on_failed", "owner", "source")
+    __slots__ = ("chunk_bytes", "dropped", "id", "offset", "on_failed", "owner", "source")
 
     def __init__(
         self,
@@ -40,22 +43,28 @@ class OutgoingTransfer:
         self.on_failed = on_failed
         self.dropped = False
         """Nobody wants the rest of it."""
-        self._offset = 0
+        self.offset = 0
 
     def next_chunk(self) -> tuple[bytes | None, bool]:
         """The next chunk, and whether it was the last. No chunk if the attachment cannot be sent."""
+        return self.take(
+            self.chunk_bytes,
+            lambda piece: frames.chunk(self.id, self.offset, len(self.source.view), piece),
+        )
+
+    def take(self, at_most: int, use: Callable[[memoryview], T]) -> tuple[T | None, bool]:
+        """What is made of the next piece, and whether it was the last. None if it cannot be sent."""
         try:
             view = self.source.view
-            total = len(view)
-            piece = view[self._offset : self._offset + self.chunk_bytes]
-            data = frames.chunk(self.id, self._offset, total, piece)
-            self._offset += len(piece)
-            done = self._offset >= total
+            piece = view[self.offset : self.offset + at_most]
+            made = use(piece)
+            self.offset += len(piece)
+            done = self.offset >= len(view)
             if done:
                 # Only a transfer that was whole all along may be completed: the receiver waits for the
-                # last chunk, so withholding it keeps torn data from ever being used.
+                # last piece, so withholding it keeps torn data from ever being used.
                 self.source.check_unmodified()
-            return data, done
+            return made, done
         except GradwireError as error:
             self.on_failed(self, error)
         except Exception as error:
@@ -63,6 +72,60 @@ class OutgoingTransfer:
             log.exception("an attachment could not be read")
             self.on_failed(self, InternalError(f"an attachment could not be read: {error!r}"))
         return None, True
+
+
+class Turns:
+    """Transfers that take turns: they begin in the order in which they are put.
+
+    Guarded by the lock of whoever owns it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[OutgoingTransfer] = deque()
+        self._taken: OutgoingTransfer | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, transfer: OutgoingTransfer) -> None:
+        self._waiting.append(transfer)
+
+    def take(self) -> OutgoingTransfer:
+        """The one whose turn it is. `put_back` must follow."""
+        self._taken = self._waiting.popleft()
+        return self._taken
+
+    def put_back(self, transfer: OutgoingTransfer, *, done: bool) -> None:
+        self._taken = None
+        if not done and not transfer.dropped:
+            self._waiting.append(transfer)
+
+    def drop(self, owner: tuple[bool, int] | None) -> list[OutgoingTransfer]:
+        """Forgets the transfers of a message, or all. Those that nobody will take any more."""
+        dropped = [transfer for transfer in self._waiting if owner in (None, transfer.owner)]
+        if dropped:
+            self._waiting = deque(transfer for transfer in self._waiting if transfer not in dropped)
+        if self._taken is not None and owner in (None, self._taken.owner):
+            self._taken.dropped = True
+        return dropped
+
+
+class Outgoing(Protocol):
+    """What a conversation needs of whatever it writes to."""
+
+    @property
+    def written(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def put(self, frame: bytes) -> None: ...
+
+    def put_transfer(self, transfer: OutgoingTransfer) -> None: ...
+
+    def drop_transfers(self, owner: tuple[bool, int] | None = None) -> None: ...
+
+    def close(self, *, discard: bool = False) -> None: ...
 
 
 class Outbox:
@@ -74,8 +137,7 @@ class Outbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._frames: deque[bytes] = deque()
-        self._transfers: deque[OutgoingTransfer] = deque()
-        self._writing: OutgoingTransfer | None = None
+        self._transfers = Turns()
         self._closed = False
         self.written = 0
         """Bytes that were handed to the stream."""
@@ -90,15 +152,13 @@ class Outbox:
     def put_transfer(self, transfer: OutgoingTransfer) -> None:
         with self._changed:
             if not self._closed:
-                self._transfers.append(transfer)
+                self._transfers.put(transfer)
                 self._changed.notify()
 
     def drop_transfers(self, owner: tuple[bool, int] | None = None) -> None:
         """Forgets what has not been written of a message's attachments, or of all."""
         with self._changed:
-            self._transfers = deque(t for t in self._transfers if owner not in (None, t.owner))
-            if self._writing is not None and owner in (None, self._writing.owner):
-                self._writing.dropped = True
+            self._transfers.drop(owner)
 
     def close(self, *, discard: bool = False) -> None:
         """No more will be put. `discard`: nor will what waits be written."""
@@ -131,12 +191,10 @@ class Outbox:
                     return self._coalesced()
                 if not self._transfers:
                     raise StopIteration
-                transfer = self._writing = self._transfers.popleft()
+                transfer = self._transfers.take()
             data, done = transfer.next_chunk()
             with self._changed:
-                self._writing = None
-                if not done and not transfer.dropped:
-                    self._transfers.append(transfer)
+                self._transfers.put_back(transfer, done=done)
             if data is not None and not transfer.dropped:
                 return data
 
@@ -145,7 +203,7 @@ class Outbox:
         if not self._frames:
             return first
         joined, size = [first], len(first)
-        while self._frames and size + len(self._frames[0]) <= _COALESCED_BYTES:
+        while self._frames and size + len(self._frames[0]) <= COALESCED_BYTES:
             joined.append(self._frames.popleft())
             size += len(joined[-1])
         return b"".join(joined)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradwire.errors import Cancelled, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults
-from gradwire.transport.base import Buffer, Exchange, Pending, Received, Sendable, call_each
+from gradwire.transport.base import Buffer, Exchange, Pending, Received, Sendable
 from gradwire.transport.timers import Timer
 
 if TYPE_CHECKING:
     from gradwire.transport.conversation import Conversation
+    from gradwire.transport.streams import Streams
 
 __all__ = ["Asked", "Served"]
 
@@ -67,12 +68,18 @@ class Asked:
 class Served(Exchange):
     """A question that the other end asked, kept until the answer is acknowledged.
 
-    Its state is under the conversation's lock.
+    Its answer is under the conversation's lock.
     """
 
     def __init__(
-        self, conversation: Conversation, request: link_pb2.Request, attachments: Sequence[Buffer]
+        self,
+        conversation: Conversation,
+        streams: Streams,
+        request: link_pb2.Request,
+        attachments: Sequence[Buffer],
     ) -> None:
+        super().__init__()
+        self._streams = streams
         self.id = request.id
         self.method = request.method
         self.request = Received(request.body, attachments)
@@ -81,31 +88,12 @@ class Served(Exchange):
         self.link = conversation
         self.answer: Answer | None = None
         self._conversation = conversation
-        self._cancelled = False
-        self._callbacks: dict[object, Callable[[], object]] = {}
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
+    def may_run_here(self) -> bool:
+        return self._streams.may_run_here()
 
-    def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
-        token = object()
-        with self._conversation._lock:
-            if not self._cancelled:
-                self._callbacks[token] = callback
-                return lambda: self._take_back(token)
-        callback()
-        return lambda: None
-
-    def _take_back(self, token: object) -> None:
-        with self._conversation._lock:
-            self._callbacks.pop(token, None)
-
-    def cancel(self) -> None:
-        with self._conversation._lock:
-            self._cancelled = True
-            callbacks, self._callbacks = self._callbacks, {}
-        call_each(callbacks.values())
+    def begin(self) -> None:
+        self._conversation.allowance.give_back(self.id)
 
     def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
         try:
@@ -126,6 +114,8 @@ class Served(Exchange):
                     error = Cancelled("the call was cancelled")
                     outcome, attachments = faults.describe(error, self._conversation.local.name), ()
                 self.answer = (outcome, attachments)
+                self.begin()  # if it has not: it was refused, or cancelled
                 self.request = Received(b"")  # its memory is not needed for answering again
-                self._callbacks.clear()
+                self._when_cancelled.clear()
                 self._conversation._send_answer(self)
+        self._conversation._flush()

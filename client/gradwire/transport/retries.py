@@ -15,7 +15,7 @@ from gradwire.transport.timers import Timer, call_later
 
 __all__ = ["Resting"]
 
-_LONGEST_REST = 5.0
+_SHORTEST_REST, _LONGEST_REST = 0.005, 5.0
 _PATIENCE_SECONDS = 120.0
 """How long a question without a deadline is asked again and again."""
 
@@ -35,7 +35,7 @@ class Resting:
         """Whether a refused question will be asked again; if not, the refusal is the answer."""
         if not error.not_started or error.retry_after_seconds <= 0:
             return False
-        pause = min(error.retry_after_seconds * 2**asked.refusals, _LONGEST_REST)
+        pause = min(max(error.retry_after_seconds, _SHORTEST_REST * 2**asked.refusals), _LONGEST_REST)
         # Jitter: those who were refused together must not come back together.
         pause *= random.uniform(0.5, 1.5)
         if asked.refusals == 0:

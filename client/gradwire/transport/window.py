@@ -14,7 +14,8 @@ __all__ = ["Window"]
 class Window:
     """Lets questions with attachments through as long as those before them leave room.
 
-    One that is larger than the whole window goes when it is alone. Small questions always go.
+    One that is larger than the whole window goes when it is alone. Small questions always go, and so do
+    those that another question waits for.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -26,7 +27,7 @@ class Window:
 
     def admits(self, asked: Asked) -> bool:
         """Whether a question may be sent now; if not, `leave` gives it back when it is its turn."""
-        if not asked.attachments:
+        if not asked.attachments or asked.pending.is_nested:
             return True
         with self._lock:
             if asked in self._in_flight:

@@ -4,6 +4,7 @@ An `Encoder` turns the values of one message into protobuf and lifts their tenso
 `Decoder` takes them back. What cannot travel raises an `Unencodable` that names the path to it.
 """
 
+from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_codec, supported_codecs
 from .limits import MAX_DEPTH, Limits
 from .messages import parse
 from .storages import Attachment
@@ -13,13 +14,20 @@ from .value_encoding import ATTACH_FROM, Encoder
 
 __all__ = [
     "ATTACH_FROM",
+    "CODECS",
+    "COMPRESS_FROM",
     "MAX_DEPTH",
     "Attachment",
+    "Codec",
     "Decoder",
     "Encoder",
     "Limits",
+    "Residual",
     "TypeRegistry",
     "default_types",
+    "find_codec",
     "parse",
     "register_type",
+    "require_codec",
+    "supported_codecs",
 ]

@@ -8,6 +8,9 @@ A tensor is a view; what is sent is memory. The rules, in the order in which the
   sent that has zeros there.
 - Any other tensor with gaps is sent as a compact copy.
 
+With a codec, the memory of a tensor that shares with no other is encoded as elements of its dtype. Memory
+that several look at is only bytes to it, which no lossy codec takes: what is shared stays shared, and exact.
+
 So no byte ever leaves the process that no sent tensor covers: the rest of a batch, or of the file that a
 tensor was sliced from, stays here.
 """
@@ -25,6 +28,7 @@ import torch
 from gradwire.errors import Unencodable
 from gradwire.proto.v1 import tensor_pb2
 
+from .codecs import COMPRESS_FROM, Codec
 from .memory import as_bytes, as_carrier, contiguous_strides, is_dense, is_injective, span
 
 __all__ = ["Attachment", "Region", "StorageWriter"]
@@ -61,11 +65,12 @@ class Attachment:
 class Region:
     """A tensor that has elements, and the memory from the first to the last of them."""
 
-    __slots__ = ("dense", "end", "itemsize", "message", "shape", "start", "strides", "tensor")
+    __slots__ = ("codec", "dense", "end", "itemsize", "message", "shape", "start", "strides", "tensor")
 
-    def __init__(self, message: tensor_pb2.Tensor, tensor: torch.Tensor) -> None:
+    def __init__(self, message: tensor_pb2.Tensor, tensor: torch.Tensor, codec: Codec | None = None) -> None:
         self.message = message
         self.tensor = tensor
+        self.codec = codec
         self.itemsize = tensor.itemsize
         self.shape = tuple(tensor.shape)
         self.strides = tensor.stride()
@@ -96,6 +101,8 @@ class StorageWriter:
         self._attach_from = attach_from
         self.attachments: list[Attachment] = []
         self.count = 0
+        self.saved = 0
+        """Bytes that codecs spared."""
 
     def inline(self, content: bytes) -> int:
         """Adds bytes that travel in the message. Returns the storage's index."""
@@ -118,12 +125,36 @@ class StorageWriter:
         """Whether a storage of that size travels as an attachment."""
         return self._attach_from is not None and size >= self._attach_from
 
-    def copied(self, compact: torch.Tensor) -> int:
+    def copied(
+        self, compact: torch.Tensor, codec: Codec | None = None, dtype: torch.dtype | None = None
+    ) -> int:
         """Adds the memory of a contiguous CPU tensor that nobody else will write to."""
         size = compact.numel() * compact.element_size()
+        if codec is not None and size >= COMPRESS_FROM:
+            storage = self._encoded(as_bytes(compact, compact.data_ptr(), size), codec, dtype)
+            if storage is not None:
+                return storage
         if not self.is_attached(size):
             return self.inline(ctypes.string_at(compact.data_ptr(), size))
         return self.attach(as_bytes(compact, compact.data_ptr(), size).numpy().data)
+
+    def _encoded(self, memory: torch.Tensor, codec: Codec, dtype: torch.dtype | None) -> int | None:
+        """Adds memory made smaller, which is a copy of it; None if it had better go as it is."""
+        encoded = codec.encode(memory, dtype)
+        if encoded is None:
+            return None
+        content = encoded.content
+        storage = self._storages.add()
+        storage.size = memory.numel()
+        storage.encoded.CopyFrom(encoded.message)
+        if self.is_attached(content.numel()):
+            storage.encoded.attachment = len(self.attachments)
+            self.attachments.append(Attachment(content.numpy().data))
+        else:
+            storage.encoded.inline = content.numpy().tobytes()
+        self.saved += memory.numel() - content.numel()
+        self.count += 1
+        return self.count - 1
 
     def array(self, array: numpy.ndarray[Any, Any]) -> int:
         """Adds the elements of a numpy array in row-major order."""
@@ -152,7 +183,7 @@ class StorageWriter:
             compact = region.one_of_each(as_carrier(region.tensor))
             kept = compact.shape
             compact = compact.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            region.message.storage = self.copied(compact)
+            region.message.storage = self.copied(compact, region.codec, region.tensor.dtype)
             strides = [
                 stride if size == original else 0
                 for stride, size, original in zip(contiguous_strides(kept), kept, region.shape, strict=True)
@@ -177,7 +208,7 @@ class StorageWriter:
                     region.strides,
                 )
                 region.one_of_each(target).copy_(region.one_of_each(source))
-            storage = self.copied(buffer)
+            storage = self.copied(buffer, regions[0].codec)
         for region in regions:
             region.message.storage = storage
             region.message.offset = (region.start - start) // region.itemsize
@@ -187,20 +218,36 @@ class StorageWriter:
         """Adds memory as it lies, all of it covered by these tensors."""
         size = end - start
         tensor = regions[0].tensor
+        codec = regions[0].codec
+        dtype = tensor.dtype if len(regions) == 1 else None
         if not tensor.is_cpu:
             # .cpu() waits for the device, so what was computed before the call is what is sent.
-            return self.copied(as_bytes(tensor, start, size).cpu())
+            return self.copied(as_bytes(tensor, start, size).cpu(), codec, dtype)
+        if codec is not None and size >= COMPRESS_FROM:
+            memory = _spanning(regions, start, end)
+            storage = None if memory is None else self._encoded(memory, codec, dtype)
+            if storage is not None:
+                return storage
         if not self.is_attached(size):
             return self.inline(ctypes.string_at(start, size))
-        owners = [region.tensor for region in regions]
-        for owner in owners:
-            storage = owner.untyped_storage()
-            begin = storage.data_ptr()
-            if begin <= start and end <= begin + storage.nbytes():
-                # The array holds on to the storage: the view stays valid for as long as anybody has it.
-                return self.attach(as_bytes(owner, start, size).numpy().data, owners)
-        # Several storages over one memory (say, of numpy's), none of which spans all of it.
-        return self.attach(memoryview(ctypes.string_at(start, size)))
+        memory = _spanning(regions, start, end)
+        if memory is None:
+            return self.attach(memoryview(ctypes.string_at(start, size)))
+        # The array holds on to the storage: the view stays valid for as long as anybody has it.
+        return self.attach(memory.numpy().data, [region.tensor for region in regions])
+
+
+def _spanning(regions: list[Region], start: int, end: int) -> torch.Tensor | None:
+    """Memory as bytes of a storage that has all of it.
+
+    None where several storages lie over one memory (say, of numpy's), none of which spans it.
+    """
+    for region in regions:
+        storage = region.tensor.untyped_storage()
+        begin = storage.data_ptr()
+        if begin <= start and end <= begin + storage.nbytes():
+            return as_bytes(region.tensor, start, end - start)
+    return None
 
 
 def _write_strides(message: tensor_pb2.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:

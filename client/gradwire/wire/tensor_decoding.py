@@ -9,21 +9,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy
 import torch
 
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import tensor_pb2
 
+from .contents import Bytes, Encoded, check_storages, materialise
 from .dtypes import BY_NUMBER, CARRIERS, QUANTIZED, WireType
 from .limits import Limits
 from .memory import build, contiguous_strides, span
 
-__all__ = ["Bytes", "TensorReader"]
-
-Bytes: TypeAlias = "memoryview | numpy.ndarray[Any, numpy.dtype[numpy.uint8]]"
+__all__ = ["TensorReader"]
 
 # What torch counts with.
 _LARGEST = 2**63 - 1
@@ -61,7 +59,7 @@ class TensorReader:
 
     def __init__(self, table: tensor_pb2.TensorTable, attachments: Sequence[Bytes], limits: Limits) -> None:
         self._limits = limits
-        self._contents = _check_storages(table, attachments)
+        self._contents = check_storages(table, attachments)
         self._memory: dict[int, torch.Tensor] = {}
         messages = table.tensors[:]
         if len(messages) == 1:
@@ -94,6 +92,11 @@ class TensorReader:
         ]
         self.requires_grad = [message.requires_grad for message in messages]
         self.devices = [message.device or "cpu" for message in messages]
+
+    @property
+    def saved(self) -> int:
+        """Bytes that codecs spared."""
+        return sum(content.saved for content in self._contents if isinstance(content, Encoded))
 
     def memory(self, storage: int, needed: int) -> torch.Tensor:
         """The bytes of a storage, checked to be `needed` in number; the same memory each time."""
@@ -194,12 +197,10 @@ class TensorReader:
         return build(wire_type.dtype, memory, offset, shape, strides)
 
     def _materialise(self, storage: int) -> torch.Tensor:
-        """The bytes of a storage as a tensor: an attachment's own memory, or a copy of what came inline."""
+        """The memory of a storage; the same for all tensors that look at it."""
         memory = self._memory.get(storage)
         if memory is None:
-            content = self._contents[storage]
-            memory = _copy(content) if isinstance(content, bytes) else _adopt(content)
-            self._memory[storage] = memory
+            memory = self._memory[storage] = materialise(self._contents[storage])
         return memory
 
 
@@ -222,47 +223,6 @@ def check_shape(shape: list[int], what: str, limits: Limits) -> int:
     if largest > _LARGEST >> 5:
         raise MalformedMessage(f"{what} has shape {shape}")
     return elements
-
-
-def _check_storages(table: tensor_pb2.TensorTable, attachments: Sequence[Bytes]) -> list[bytes | Bytes]:
-    contents: list[bytes | Bytes] = []
-    taken: set[int] = set()
-    for index, storage in enumerate(table.storages):
-        content: bytes | Bytes
-        if storage.WhichOneof("content") == "attachment":
-            if storage.attachment >= len(attachments):
-                raise MalformedMessage(
-                    f"storage {index} is in attachment {storage.attachment}, {len(attachments)} came"
-                )
-            if storage.attachment in taken:
-                raise MalformedMessage(f"attachment {storage.attachment} is used by two storages")
-            taken.add(storage.attachment)
-            content = attachments[storage.attachment]
-            if isinstance(content, memoryview):
-                if not content.contiguous:
-                    raise MalformedMessage(f"attachment {storage.attachment} is not one run of bytes")
-                content = content.cast("B")
-        else:
-            content = storage.inline
-        if len(content) != storage.size:
-            raise MalformedMessage(f"storage {index} says {storage.size} bytes, {len(content)} came")
-        contents.append(content)
-    return contents
-
-
-def _copy(content: bytes | Bytes) -> torch.Tensor:
-    memory = torch.empty(len(content), dtype=torch.uint8, device="cpu")
-    if len(content):
-        memory.numpy()[:] = numpy.frombuffer(content, dtype=numpy.uint8)
-    return memory
-
-
-def _adopt(content: Bytes) -> torch.Tensor:
-    array = numpy.frombuffer(content, dtype=numpy.uint8) if isinstance(content, memoryview) else content
-    # Memory that nobody may write to, or that lies at an odd address, does not make a tensor.
-    if not len(array) or not array.flags.writeable or not array.flags.c_contiguous or array.ctypes.data % 16:
-        return _copy(array)
-    return torch.from_numpy(array)
 
 
 def _build_meta(wire_type: WireType, shape: list[int], strides: list[int] | None) -> torch.Tensor:

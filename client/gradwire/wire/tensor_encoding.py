@@ -8,6 +8,7 @@ import torch
 
 from gradwire.proto.v1 import tensor_pb2
 
+from .codecs import COMPRESS_FROM, Codec
 from .dtypes import NUMBERS, QUANTIZED
 from .memory import contiguous_strides, flip_signs, span
 from .storages import Attachment, Region, StorageWriter
@@ -27,12 +28,13 @@ _CHANNEL_SCHEMES = (torch.per_channel_affine, torch.per_channel_symmetric)
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, on the CPU and has nothing unusual about it."""
+    """Whether a tensor is contiguous, or one element over and over as the gradient of a sum is, on the CPU,
+    and has nothing unusual about it."""
     if not (
         (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and tensor.is_cpu
         and tensor.layout is _STRIDED
-        and tensor.is_contiguous()
+        and (tensor.is_contiguous() or not any(tensor.stride()))
         and tensor.dtype in NUMBERS
         and not (tensor.is_quantized or tensor.is_nested)
         and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
@@ -41,7 +43,8 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     try:
         # Raises where there is none, as for tensors inside torch.func.
         storage = tensor.untyped_storage()
-        return tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= storage.nbytes()
+        size = tensor.nbytes if tensor.is_contiguous() else tensor.itemsize
+        return tensor.storage_offset() * tensor.itemsize + size <= storage.nbytes()
     except (RuntimeError, NotImplementedError):
         return False
 
@@ -84,19 +87,26 @@ def _why_not_quantized(tensor: torch.Tensor) -> str | None:
 
 
 class TensorWriter:
-    """Collects the tensors of one message; `finish` writes them all, once it is known which share memory."""
+    """Collects the tensors of one message; `finish` writes them all, once it is known which share memory.
 
-    def __init__(self, attach_from: int | None) -> None:
+    `codec` is for the memory of all strided tensors that are not added with one of their own.
+    """
+
+    def __init__(self, attach_from: int | None, codec: Codec | None = None) -> None:
         self.table = tensor_pb2.TensorTable()
         self.storages = StorageWriter(self.table, attach_from)
         self.tensors: list[torch.Tensor] = []
         # By identity: the list keeps every tensor alive, so that no id comes twice.
         self._indices: dict[int, int] = {}
+        self._codec = codec
+        self._codecs: dict[int, Codec] = {}
         self._simple = True
         self._finished = False
 
-    def add(self, tensor: torch.Tensor) -> int:
+    def add(self, tensor: torch.Tensor, codec: Codec | None = None) -> int:
         """The tensor's index in the table. Raises TypeError, with the reason, where it cannot travel."""
+        if codec is not None:
+            self._codecs.setdefault(id(tensor), codec)
         index = self._indices.get(id(tensor))
         if index is not None:
             return index
@@ -120,19 +130,24 @@ class TensorWriter:
         return self.table, self.storages.attachments
 
     def _write_one(self, tensor: torch.Tensor) -> bool:
-        """The short way for one small contiguous tensor, which shares memory with nothing else."""
+        """The short way for one small simple tensor, which shares memory with nothing else."""
         shape = tensor.shape
         # Dimensions of size 0 and 1 may have any stride and count as contiguous all the same.
         if 1 in shape or 0 in shape:
             return False
-        size = tensor.nbytes
+        is_repeated = not tensor.is_contiguous()
+        size = tensor.itemsize if is_repeated else tensor.nbytes
         if self.storages.is_attached(size):
+            return False
+        if (self._codec is not None or self._codecs) and size >= COMPRESS_FROM:
             return False
         message = self.table.tensors.add()
         message.dtype = NUMBERS[tensor.dtype]
         message.shape.extend(shape)
         if tensor.requires_grad:
             message.requires_grad = True
+        if is_repeated:
+            message.strides.extend(tensor.stride())
         message.storage = self.storages.inline(ctypes.string_at(tensor.data_ptr(), size))
         return True
 
@@ -142,7 +157,8 @@ class TensorWriter:
         for tensor in self.tensors:
             message = self._describe(tensor)
             if tensor.layout is _STRIDED:
-                self._write_strided(message, tensor, regions)
+                codec = self._codecs.get(id(tensor), self._codec)
+                self._write_strided(message, tensor, regions, codec)
             else:
                 sparse.append((message, tensor))
         count = len(self.tensors)
@@ -172,7 +188,13 @@ class TensorWriter:
             message.requires_grad = True
         return message
 
-    def _write_strided(self, message: tensor_pb2.Tensor, tensor: torch.Tensor, regions: list[Region]) -> None:
+    def _write_strided(
+        self,
+        message: tensor_pb2.Tensor,
+        tensor: torch.Tensor,
+        regions: list[Region],
+        codec: Codec | None = None,
+    ) -> None:
         if tensor.is_meta:
             if list(tensor.stride()) != contiguous_strides(tensor.shape):
                 message.strides.extend(tensor.stride())
@@ -189,7 +211,7 @@ class TensorWriter:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if tensor.is_conj() or tensor.is_neg():
             tensor = flip_signs(tensor.detach())
-        regions.append(Region(message, tensor))
+        regions.append(Region(message, tensor, codec))
 
 
 def _write_quantization(message: tensor_pb2.Quantization, tensor: torch.Tensor) -> None:

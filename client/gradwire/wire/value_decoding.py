@@ -14,9 +14,10 @@ import torch
 from gradwire.errors import MalformedMessage, WireError
 from gradwire.proto.v1 import tensor_pb2, value_pb2
 
+from .contents import Bytes
 from .dtypes import DTYPES_BY_NAME
 from .limits import Limits
-from .tensor_decoding import Bytes, TensorReader, check_shape
+from .tensor_decoding import TensorReader, check_shape
 from .types import TypeRegistry, default_types, is_named_tuple
 
 __all__ = ["Decoder"]
@@ -58,6 +59,11 @@ class Decoder:
         self.tensors = self._reader.tensors
         self.requires_grad = self._reader.requires_grad
         self.devices = self._reader.devices
+
+    @property
+    def saved(self) -> int:
+        """Bytes that codecs spared."""
+        return self._reader.saved
 
     def keep_requires_grad(self) -> None:
         """Makes the tensors that required grad at the sender leaves that do so here."""

@@ -14,6 +14,7 @@ import torch
 from gradwire.errors import Unencodable
 from gradwire.proto.v1 import tensor_pb2, value_pb2
 
+from .codecs import Codec
 from .dtypes import DTYPES_BY_NAME, dtype_name
 from .limits import MAX_DEPTH
 from .storages import Attachment
@@ -50,18 +51,20 @@ class Encoder:
 
     Storages of at least `attach_from` bytes become attachments, which are the tensors' own memory; with None,
     everything is in the message. `ref_of` gives the ref of an object that stays where it is, None for others.
+    With a `codec`, large tensors are made smaller by it where that is of use.
     """
 
     def __init__(
         self,
         *,
         attach_from: int | None = ATTACH_FROM,
+        codec: Codec | None = None,
         types: TypeRegistry | None = None,
         ref_of: Callable[[object], value_pb2.RemoteRef | None] | None = None,
     ) -> None:
         self._types = default_types if types is None else types
         self._ref_of = ref_of
-        self._writer = TensorWriter(attach_from)
+        self._writer = TensorWriter(attach_from, codec)
         self._arrays: dict[int, tuple[numpy.ndarray[Any, Any], int]] = {}
         self.tensors = self._writer.tensors
         """The tensors met so far; the index here is that in the table."""
@@ -76,12 +79,20 @@ class Encoder:
             raise Unencodable(f"{way}: {refused.reason}") from refused.__cause__
         return message
 
-    def tensor(self, tensor: torch.Tensor, path: str = "tensor") -> int:
-        """The index of a tensor in the table, where it comes once however often it is met."""
+    def tensor(self, tensor: torch.Tensor, path: str = "tensor", codec: Codec | None = None) -> int:
+        """The index of a tensor in the table, where it comes once however often it is met.
+
+        `codec` is one of its own.
+        """
         try:
-            return self._writer.add(tensor)
+            return self._writer.add(tensor, codec)
         except TypeError as error:
             raise Unencodable(f"{path}: {error}") from None
+
+    @property
+    def saved(self) -> int:
+        """Bytes that codecs spared. Known when all is finished."""
+        return self._writer.storages.saved
 
     def finish(self) -> tuple[tensor_pb2.TensorTable, list[Attachment]]:
         """The table of all tensors met, and the bytes that travel beside the message. Once, at the end."""

@@ -7,7 +7,7 @@ from tests.conformance.ends import Memory, Node
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import Conversation, Exchange, LinkSettings, Streams, frames
+from gradwire.transport import Conversation, Exchange, LinkSettings, StreamPair, Streams, frames
 from gradwire.transport.outbox import Outbox
 
 PING = link_pb2.METHOD_PING
@@ -24,7 +24,10 @@ class Pair:
         self.reconnect()
 
     def reconnect(self) -> None:
-        self.left_streams, self.right_streams = Streams(SETTINGS), Streams(SETTINGS)
+        self.left_streams, self.right_streams = (
+            StreamPair(SETTINGS, self.left.allowance),
+            StreamPair(SETTINGS, self.right.allowance),
+        )
         self.left.attach(self.left_streams)
         self.right.attach(self.right_streams)
 
@@ -252,7 +255,7 @@ def test_a_frame_over_the_limit_is_refused() -> None:
     settings = LinkSettings(max_body_bytes=1000)
     node = Node("here")
     conversation = Conversation(node.identity, node.identity, node.handle, settings)
-    streams = Streams(settings)
+    streams = StreamPair(settings, conversation.allowance)
     conversation.attach(streams)
     with pytest.raises(errors.ResourceExhausted, match="exceeds the limit of 1000 bytes"):
         conversation.receive(bytes(3 << 20), streams)

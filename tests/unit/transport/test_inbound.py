@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.frames import Chunk
 from gradwire.transport.inbound import Inbound
+from gradwire.transport.room import Allowance, Room
 
-REQUEST = link_pb2.Request(id=1)
+Request, Reply = link_pb2.Request, link_pb2.Reply
+REQUEST = Request(id=1)
 
 
 @pytest.fixture
@@ -125,3 +129,50 @@ def test_what_is_remembered_of_cancellations_is_bounded(inbound: Inbound) -> Non
     for id in range(11, 21):
         inbound.drop((False, id))
     assert inbound._cancelled == set(range(11, 21))
+
+
+def test_more_than_there_is_room_for_waits_for_its_message() -> None:
+    inbound = Inbound(1000, Allowance(10, Room()), name_within=20.0)
+    assert inbound.chunk(chunk(1, 0, 20, b"0123456789")) is None
+    with ThreadPoolExecutor() as pool:
+        rest = pool.submit(inbound.chunk, chunk(1, 10, 20, b"0123456789"))
+        # Larger than all the room, but alone.
+        assert inbound.message((False, 1), [1], Request(id=1)) is None
+        whole = rest.result(20)
+    assert whole is not None
+    assert bytes(whole[1][0]) == b"0123456789" * 2  # type: ignore[index]
+
+
+def test_more_than_there_is_room_for_without_a_message_is_refused() -> None:
+    inbound = Inbound(1000, Allowance(10, Room()), name_within=0.01)
+    inbound.chunk(chunk(1, 0, 20, b"0123456789"))
+    with pytest.raises(MalformedMessage, match="belongs to no message"):
+        inbound.chunk(chunk(1, 10, 20, b"0123456789"))
+
+
+def test_nobody_waits_for_a_message_once_the_streams_have_ended() -> None:
+    inbound = Inbound(1000, Allowance(10, Room()), name_within=600.0)
+    inbound.chunk(chunk(1, 0, 20, b"0123456789"))
+    with ThreadPoolExecutor() as pool:
+        rest = pool.submit(inbound.chunk, chunk(1, 10, 20, b"0123456789"))
+        inbound.close()
+        assert rest.result(20) is None
+
+
+def test_what_has_no_room_is_refused_and_the_rest_of_it_ignored() -> None:
+    allowance = Allowance(10, Room())
+    inbound = Inbound(1000, allowance)
+    assert inbound.message((False, 1), [1], Request(id=1)) is None
+    assert inbound.chunk(chunk(1, 0, 8, b"0123")) is None
+    second = Request(id=2)
+    assert inbound.message((False, 2), [2, 3], second) is None
+    assert inbound.chunk(chunk(2, 0, 8, b"0123")) == (second, None)
+    assert inbound.chunk(chunk(2, 4, 8, b"4567")) is None
+    assert inbound.chunk(chunk(3, 0, 8, b"01234567")) is None
+    assert inbound.held == 8
+    # Answers were asked for.
+    assert inbound.message((True, 1), [4], Reply(id=1)) is None
+    assert inbound.chunk(chunk(4, 0, 20, b"0123")) is None
+    inbound.close()
+    assert allowance.take(9, 10)
+    assert not allowance.take(10, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from functools import partial
 
 import pytest
 
@@ -11,9 +13,12 @@ from gradwire.transport.timers import _Clock
 
 def test_timers_fire_in_order_of_time() -> None:
     clock, fired, done = _Clock(), [], threading.Event()
-    clock.call_later(0.03, lambda: (fired.append("last"), done.set()))
-    clock.call_later(0.01, lambda: fired.append("first"))
-    clock.call_later(0.02, lambda: fired.append("second"))
+    with clock._changed:  # however long it takes to add them, none fires before all are there
+        clock.call_later(3600, lambda: None)
+        due = time.monotonic()
+        for offset, name in ((0.03, "last"), (0.01, "first"), (0.02, "second")):
+            clock.call_later(due + offset - time.monotonic(), partial(fired.append, name))
+        clock.call_later(due + 0.04 - time.monotonic(), done.set)
     assert done.wait(10)
     assert fired == ["first", "second", "last"]
 

@@ -25,16 +25,22 @@ class MessageId(_message.Message):
     def __init__(self, node: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class AutogradMetadata(_message.Message):
-    __slots__ = ("context", "message", "depends_on", "oldest_pass")
+    __slots__ = ("context", "message", "depends_on", "oldest_pass", "knows", "builds_on", "may_be_built_on")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     DEPENDS_ON_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PASS_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_FIELD_NUMBER: _ClassVar[int]
+    BUILDS_ON_FIELD_NUMBER: _ClassVar[int]
+    MAY_BE_BUILT_ON_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     message: MessageId
     depends_on: _containers.RepeatedCompositeFieldContainer[MessageId]
     oldest_pass: int
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[MessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ...) -> None: ...
+    knows: _containers.RepeatedCompositeFieldContainer[MessageId]
+    builds_on: _containers.RepeatedCompositeFieldContainer[MessageId]
+    may_be_built_on: bool
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[MessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ..., knows: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., builds_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., may_be_built_on: bool = ...) -> None: ...
 
 class Autocast(_message.Message):
     __slots__ = ("device_type", "enabled", "dtype")
@@ -66,8 +72,20 @@ class Keep(_message.Message):
     allow_stale: bool
     def __init__(self, name: _Optional[str] = ..., allow_stale: bool = ...) -> None: ...
 
+class Compression(_message.Message):
+    __slots__ = ("forward", "backward", "error_feedback", "site")
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    forward: _tensor_pb2.Codec
+    backward: _tensor_pb2.Codec
+    error_feedback: bool
+    site: int
+    def __init__(self, forward: _Optional[_Union[_tensor_pb2.Codec, str]] = ..., backward: _Optional[_Union[_tensor_pb2.Codec, str]] = ..., error_feedback: bool = ..., site: _Optional[int] = ...) -> None: ...
+
 class ForwardWithAutogradRequest(_message.Message):
-    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices", "keep")
+    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices", "keep", "compression")
     class KwargsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +103,7 @@ class ForwardWithAutogradRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     function: str
     args: _containers.RepeatedCompositeFieldContainer[_value_pb2.Value]
     kwargs: _containers.MessageMap[str, _value_pb2.Value]
@@ -95,7 +114,8 @@ class ForwardWithAutogradRequest(_message.Message):
     released: _containers.RepeatedCompositeFieldContainer[MessageId]
     devices: _containers.RepeatedScalarFieldContainer[str]
     keep: Keep
-    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ...) -> None: ...
+    compression: Compression
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ...) -> None: ...
 
 class ForwardWithAutogradReply(_message.Message):
     __slots__ = ("result", "tensors", "autograd", "released")
@@ -120,7 +140,7 @@ class Gradients(_message.Message):
     def __init__(self, message: _Optional[_Union[MessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PropagateGradientsRequest(_message.Message):
-    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly")
+    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "also", "held_run", "to_come", "compression")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +152,10 @@ class PropagateGradientsRequest(_message.Message):
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     DETECT_ANOMALY_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
+    HELD_RUN_FIELD_NUMBER: _ClassVar[int]
+    TO_COME_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     gradients: Gradients
     tensors: _tensor_pb2.TensorTable
@@ -142,29 +166,37 @@ class PropagateGradientsRequest(_message.Message):
     autograd: AutogradMetadata
     released: _containers.RepeatedCompositeFieldContainer[MessageId]
     detect_anomaly: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., **kwargs) -> None: ...
+    also: _containers.RepeatedCompositeFieldContainer[Gradients]
+    held_run: MessageId
+    to_come: _containers.RepeatedCompositeFieldContainer[MessageId]
+    compression: Compression
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., held_run: _Optional[_Union[MessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., **kwargs) -> None: ...
 
 class PropagateGradientsReply(_message.Message):
-    __slots__ = ("contributions", "tensors", "autograd", "released")
+    __slots__ = ("contributions", "tensors", "autograd", "released", "is_held")
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    IS_HELD_FIELD_NUMBER: _ClassVar[int]
     contributions: _containers.RepeatedCompositeFieldContainer[Gradients]
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
     released: _containers.RepeatedCompositeFieldContainer[MessageId]
-    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+    is_held: bool
+    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., is_held: bool = ...) -> None: ...
 
 class CleanupContextRequest(_message.Message):
-    __slots__ = ("context", "messages", "owner_is_gone")
+    __slots__ = ("context", "messages", "owner_is_gone", "held_runs")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     OWNER_IS_GONE_FIELD_NUMBER: _ClassVar[int]
+    HELD_RUNS_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     messages: _containers.RepeatedCompositeFieldContainer[MessageId]
     owner_is_gone: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., owner_is_gone: bool = ...) -> None: ...
+    held_runs: _containers.RepeatedCompositeFieldContainer[MessageId]
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., owner_is_gone: bool = ..., held_runs: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
 
 class CleanupContextReply(_message.Message):
     __slots__ = ("found",)

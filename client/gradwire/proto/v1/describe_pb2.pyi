@@ -130,11 +130,17 @@ class HeldContext(_message.Message):
     def __init__(self, id: _Optional[str] = ..., owner: _Optional[str] = ..., age_seconds: _Optional[float] = ..., results: _Optional[int] = ..., arguments: _Optional[int] = ..., gradients: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class HeldClient(_message.Message):
-    __slots__ = ("name", "node", "connected")
+    __slots__ = ("name", "node", "connected", "sent_bytes", "received_bytes", "saved_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     node: str
     connected: bool
-    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., connected: bool = ...) -> None: ...
+    sent_bytes: int
+    received_bytes: int
+    saved_bytes: int
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., connected: bool = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., saved_bytes: _Optional[int] = ...) -> None: ...

@@ -1,3 +1,4 @@
+from gradwire.proto.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -31,7 +32,7 @@ class Envelope(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "welcome", "request", "reply", "chunk", "cancel", "acknowledge", "goodbye")
+    __slots__ = ("hello", "welcome", "request", "reply", "chunk", "cancel", "acknowledge", "goodbye", "segment", "placed", "returned", "dropped")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +41,10 @@ class Frame(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     request: Request
@@ -48,10 +53,14 @@ class Frame(_message.Message):
     cancel: Cancel
     acknowledge: Acknowledge
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    segment: Segment
+    placed: Placed
+    returned: Returned
+    dropped: Dropped
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "node", "name", "session", "role", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight")
+    __slots__ = ("protocol", "node", "name", "session", "role", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
     class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ROLE_UNSPECIFIED: _ClassVar[Hello.Role]
@@ -69,6 +78,8 @@ class Hello(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: int
     name: str
@@ -78,10 +89,12 @@ class Hello(_message.Message):
     resume: bool
     max_message_bytes: int
     max_bytes_in_flight: int
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ...) -> None: ...
+    same_host: bool
+    codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: bool = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "node", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight")
+    __slots__ = ("protocol", "node", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +102,8 @@ class Welcome(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: int
     name: str
@@ -96,7 +111,19 @@ class Welcome(_message.Message):
     lease_seconds: float
     max_message_bytes: int
     max_bytes_in_flight: int
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ...) -> None: ...
+    same_host: SameHost
+    codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: _Optional[_Union[SameHost, _Mapping]] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
+
+class SameHost(_message.Message):
+    __slots__ = ("socket", "token", "seen_address")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEEN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    token: bytes
+    seen_address: str
+    def __init__(self, socket: _Optional[str] = ..., token: _Optional[bytes] = ..., seen_address: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("id", "method", "body", "transfers", "timeout_seconds")
@@ -148,6 +175,36 @@ class Acknowledge(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Segment(_message.Message):
+    __slots__ = ("id", "size")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    size: int
+    def __init__(self, id: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Placed(_message.Message):
+    __slots__ = ("transfer", "segment", "total")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    segment: int
+    total: int
+    def __init__(self, transfer: _Optional[int] = ..., segment: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class Returned(_message.Message):
+    __slots__ = ("segments",)
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, segments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("segments",)
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, segments: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Goodbye(_message.Message):
     __slots__ = ("error", "leaving")
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +237,7 @@ class Error(_message.Message):
         CODE_ALREADY_EXISTS: _ClassVar[Error.Code]
         CODE_STEP_REFUSED: _ClassVar[Error.Code]
         CODE_STEP_TORN: _ClassVar[Error.Code]
+        CODE_CODEC_UNAVAILABLE: _ClassVar[Error.Code]
     CODE_UNSPECIFIED: Error.Code
     CODE_RAISED: Error.Code
     CODE_UNKNOWN_FUNCTION: Error.Code
@@ -200,6 +258,7 @@ class Error(_message.Message):
     CODE_ALREADY_EXISTS: Error.Code
     CODE_STEP_REFUSED: Error.Code
     CODE_STEP_TORN: Error.Code
+    CODE_CODEC_UNAVAILABLE: Error.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TYPES_FIELD_NUMBER: _ClassVar[int]

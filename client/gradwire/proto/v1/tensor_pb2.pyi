@@ -64,6 +64,14 @@ class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LAYOUT_SPARSE_CSC: _ClassVar[Layout]
     LAYOUT_SPARSE_BSR: _ClassVar[Layout]
     LAYOUT_SPARSE_BSC: _ClassVar[Layout]
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_NONE: _ClassVar[Codec]
+    CODEC_FP16: _ClassVar[Codec]
+    CODEC_BF16: _ClassVar[Codec]
+    CODEC_INT8: _ClassVar[Codec]
+    CODEC_ZSTD: _ClassVar[Codec]
 DTYPE_UNSPECIFIED: DType
 DTYPE_BOOL: DType
 DTYPE_INT8: DType
@@ -116,16 +124,56 @@ LAYOUT_SPARSE_CSR: Layout
 LAYOUT_SPARSE_CSC: Layout
 LAYOUT_SPARSE_BSR: Layout
 LAYOUT_SPARSE_BSC: Layout
+CODEC_NONE: Codec
+CODEC_FP16: Codec
+CODEC_BF16: Codec
+CODEC_INT8: Codec
+CODEC_ZSTD: Codec
+
+class Encoded(_message.Message):
+    __slots__ = ("inline", "attachment", "narrowed", "blockwise", "zstandard")
+    class Narrowed(_message.Message):
+        __slots__ = ("dtype", "narrow")
+        DTYPE_FIELD_NUMBER: _ClassVar[int]
+        NARROW_FIELD_NUMBER: _ClassVar[int]
+        dtype: DType
+        narrow: DType
+        def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., narrow: _Optional[_Union[DType, str]] = ...) -> None: ...
+    class Blockwise(_message.Message):
+        __slots__ = ("dtype", "block")
+        DTYPE_FIELD_NUMBER: _ClassVar[int]
+        BLOCK_FIELD_NUMBER: _ClassVar[int]
+        dtype: DType
+        block: int
+        def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., block: _Optional[int] = ...) -> None: ...
+    class Zstandard(_message.Message):
+        __slots__ = ("width",)
+        WIDTH_FIELD_NUMBER: _ClassVar[int]
+        width: int
+        def __init__(self, width: _Optional[int] = ...) -> None: ...
+    INLINE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    NARROWED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKWISE_FIELD_NUMBER: _ClassVar[int]
+    ZSTANDARD_FIELD_NUMBER: _ClassVar[int]
+    inline: bytes
+    attachment: int
+    narrowed: Encoded.Narrowed
+    blockwise: Encoded.Blockwise
+    zstandard: Encoded.Zstandard
+    def __init__(self, inline: _Optional[bytes] = ..., attachment: _Optional[int] = ..., narrowed: _Optional[_Union[Encoded.Narrowed, _Mapping]] = ..., blockwise: _Optional[_Union[Encoded.Blockwise, _Mapping]] = ..., zstandard: _Optional[_Union[Encoded.Zstandard, _Mapping]] = ...) -> None: ...
 
 class Storage(_message.Message):
-    __slots__ = ("size", "inline", "attachment")
+    __slots__ = ("size", "inline", "attachment", "encoded")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     INLINE_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_FIELD_NUMBER: _ClassVar[int]
     size: int
     inline: bytes
     attachment: int
-    def __init__(self, size: _Optional[int] = ..., inline: _Optional[bytes] = ..., attachment: _Optional[int] = ...) -> None: ...
+    encoded: Encoded
+    def __init__(self, size: _Optional[int] = ..., inline: _Optional[bytes] = ..., attachment: _Optional[int] = ..., encoded: _Optional[_Union[Encoded, _Mapping]] = ...) -> None: ...
 
 class Quantization(_message.Message):
     __slots__ = ("scales", "zero_points", "axis")

@@ -1,0 +1,119 @@
+"""Error feedback: what rounding left out of a gradient goes with the next one of the same place.
+
+A place is a call site as far as it can be told: the other node, the function and the object, which of its
+tensors, and their shape and strides. What is kept is bounded; the longest unused goes first, and then that
+place starts anew without what it was owed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+
+from gradwire import wire
+from gradwire.proto.v1 import autograd_pb2, tensor_pb2
+
+__all__ = ["MAX_BYTES", "ErrorFeedback", "GradientCodecs"]
+
+MAX_BYTES = 256 << 20
+"""How much one node keeps."""
+
+
+class Place(NamedTuple):
+    """Where a gradient goes, the same in every step."""
+
+    peer: int
+    site: int
+    position: int
+    """Of the message among those in a reply."""
+    slot: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ErrorFeedback:
+    """What is owed to each place. Used from any thread."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._owed: OrderedDict[Place, torch.Tensor] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory in use."""
+        return self._bytes
+
+    def take(self, place: Place) -> torch.Tensor | None:
+        with self._lock:
+            owed = self._owed.pop(place, None)
+            if owed is not None:
+                self._bytes -= owed.nbytes
+            return owed
+
+    def put(self, place: Place, owed: torch.Tensor) -> None:
+        with self._lock:
+            before = self._owed.pop(place, None)
+            if before is not None:
+                # Two gradients of the place were on their way at a time: both are owed.
+                self._bytes -= before.nbytes
+                owed = owed + before
+            self._owed[place] = owed
+            self._bytes += owed.nbytes
+            while self._bytes > self._max_bytes:
+                _, forgotten = self._owed.popitem(last=False)
+                self._bytes -= forgotten.nbytes
+
+    def forget(self, peer: int | None = None) -> None:
+        """Nothing is owed to a node any more; to none, if it is not said which."""
+        with self._lock:
+            for place in [place for place in self._owed if peer in (None, place.peer)]:
+                self._bytes -= self._owed.pop(place).nbytes
+
+
+class _Residual:
+    """What is owed to one place, as codecs see it."""
+
+    def __init__(self, feedback: ErrorFeedback, place: Place) -> None:
+        self._feedback = feedback
+        self._place = place
+
+    def take(self) -> torch.Tensor | None:
+        return self._feedback.take(self._place)
+
+    def put(self, left_out: torch.Tensor) -> None:
+        self._feedback.put(self._place, left_out)
+
+
+class GradientCodecs:
+    """The codecs for the gradients of one message."""
+
+    def __init__(
+        self, feedback: ErrorFeedback, peer: int, compression: autograd_pb2.Compression, *, create_graph: bool
+    ) -> None:
+        self._feedback = feedback
+        self._peer = peer
+        self._compression = compression
+        # A gradient that will be differentiated is a function of this pass alone.
+        self._owes = (
+            compression.error_feedback and compression.backward == tensor_pb2.CODEC_INT8 and not create_graph
+        )
+
+    def find(self, gradient: torch.Tensor, slot: int, position: int = 0) -> wire.Codec | None:
+        if not self._owes or gradient.layout != torch.strided:
+            return wire.find_codec(self._compression.backward)
+        place = Place(
+            self._peer,
+            self._compression.site,
+            position,
+            slot,
+            tuple(gradient.shape),
+            gradient.stride(),
+            gradient.dtype,
+        )
+        return wire.find_codec(self._compression.backward, _Residual(self._feedback, place))

@@ -1,0 +1,262 @@
+"""Sending gradients to the nodes that the tensors came from, and taking in what comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire import wire
+from gradwire._scope import cancel_with_caller, current_scope, time_left
+from gradwire.autograd.feedback import GradientCodecs
+from gradwire.autograd.ids import MessageId, message_ids, message_protos
+from gradwire.autograd.modes import anomaly_is_wanted
+from gradwire.autograd.records import Gradients, Received, SentArguments
+from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
+from gradwire.proto.v1 import autograd_pb2, link_pb2
+from gradwire.transport.base import Link, Pending
+from gradwire.transport.base import Received as ReceivedMessage
+
+if TYPE_CHECKING:
+    from gradwire.autograd.participant import Participant
+    from gradwire.autograd.passes import Task
+
+__all__ = ["Batch", "HeldElsewhere", "Propagation", "decode_gradients", "encode_gradients", "propagate"]
+
+
+@dataclass(slots=True)
+class HeldElsewhere:
+    """A run on another node that is held open for gradients which are still to come."""
+
+    id: MessageId
+    to_come: set[Received]
+    is_open: bool = True
+
+
+@dataclass(slots=True)
+class Batch:
+    """Gradients for results of one node, to be backpropagated in one run."""
+
+    items: Sequence[tuple[Received, Gradients]]
+    like: Received
+    """One of the results, or one like them: where they came from, and in which context."""
+    held: HeldElsewhere | None = None
+    """The run that they are part of, if it is held open."""
+    announced: Sequence[Received] = field(default_factory=list)
+    """What will come later in that run, if it starts with these."""
+
+
+class Propagation:
+    """Gradients on their way to the node that sent the tensors, and what comes back."""
+
+    def __init__(
+        self,
+        pending: Pending,
+        deliver: Callable[[Any], None],
+        append_unread: Callable[[tuple[type[Any], bytes]], None],
+        read_for: Callable[[Pending], None],
+        what: str,
+    ) -> None:
+        self._read_for = read_for
+        self._pending = pending
+        self._deliver: Callable[[Any], None] | None = deliver
+        self._append_unread = append_unread
+        self._lock = threading.Lock()
+        self.what = what
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is an answer, so that waiting takes no time."""
+        return self._pending.done()
+
+    def wait(self) -> None:
+        """Returns when everything that it set off is done and its contributions are in the mailboxes."""
+        failure = self._wait_for_failure()
+        if failure is not None:
+            # A copy. The traceback of the one that the future keeps would lead back to the future, and
+            # such a cycle keeps the activations of all frames on the way until the collector comes.
+            raise _with_note(failure, f"while propagating gradients to {self.what}")
+        with self._lock:
+            if self._deliver is not None:
+                deliver, self._deliver = self._deliver, None
+                deliver(self._pending.result())
+
+    def _wait_for_failure(self) -> BaseException | None:
+        try:
+            with current_scope().around_wait():
+                self._read_for(self._pending)
+                return self._pending.exception()
+        except CancelledError:
+            return Cancelled("the backward that it was part of was given up")
+        except BaseException:  # the user interrupts
+            self._pending.cancel()
+            raise
+
+    def cancel(self) -> None:
+        if self._pending.cancel():
+            return
+        with self._lock:
+            deliver, self._deliver = self._deliver, None
+        if deliver is not None and self._pending.exception() is None:
+            # The answer came, but nobody will look into it.
+            self._append_unread((autograd_pb2.PropagateGradientsReply, self._pending.result().body))
+
+
+def _with_note(error: BaseException, note: str) -> BaseException:
+    if isinstance(error, GradwireError):
+        notes = getattr(error, "__notes__", ())
+        error = error.again()
+        error.__notes__ = [*notes, note]
+    return error
+
+
+def propagate(
+    participant: Participant, batch: Batch, task: Task, expect: Callable[[Propagation], None]
+) -> None:
+    """Sends gradients to where the tensors came from.
+
+    `expect` is told before they leave: mail from a third node may be back before this returns.
+    """
+    link = participant.link_to(batch.like)
+    run = task.run
+    released = participant.releases_to(link).take()
+    request = autograd_pb2.PropagateGradientsRequest(
+        context=batch.like.context.proto,
+        retain_graph=task.retain_graph or not all(received.is_spent for received, _ in batch.items),
+        create_graph=task.create_graph,
+        skip_leaves=not task.collect_leaves,
+        detect_anomaly=anomaly_is_wanted(),
+        released=message_protos(released),
+    )
+    getattr(request, "pass").CopyFrom(task.pass_id(participant).proto)
+    if run is not None and run.collect_into is not None:
+        request.collect_into.CopyFrom(run.collect_into.proto)
+    if batch.held is not None:
+        request.held_run.CopyFrom(batch.held.id.proto)
+        request.to_come.extend(message_protos(received.source for received in batch.announced))
+    if batch.like.compression is not None:
+        request.compression.CopyFrom(batch.like.compression)
+    encoder = wire.Encoder()
+    for index, (received, gradients) in enumerate(batch.items):
+        message = request.also.add() if index else request.gradients
+        codecs = None
+        if received.compression is not None and received.compression.backward in link.peer_codecs:
+            codecs = GradientCodecs(
+                participant.feedback, link.peer.node, received.compression, create_graph=task.create_graph
+            )
+        encode_gradients(message, received.source, gradients, encoder, codecs)
+    sent = None
+    if task.create_graph:
+        request.autograd.context.CopyFrom(batch.like.context.proto)
+        sent = participant.send(request.autograd, encoder.tensors, batch.like.context, link)
+    pending = Pending()
+    # The flag tells the other end to let go after this, if it comes to that.
+    lets_go = [] if request.retain_graph else [item for item, _ in batch.items if not item.are_arguments]
+    participant.undo_if_failed(pending, link, sent, [*released, *(received.source for received in lets_go)])
+    what = f"{batch.like.what} on {link.peer}"
+    deliver = partial(
+        _deliver, participant, task.id, task.awaited, batch.held, link, what, batch.like.compression
+    )
+    try:
+        table, attachments = encoder.finish()
+        request.tensors.CopyFrom(table)
+        link.count_saved(encoder.saved)
+        cancel_with_caller(pending)
+        unread = participant.releases_to(link).append_unread
+        expect(Propagation(pending, deliver, unread, link.read_for, what))
+        link.ask(
+            link_pb2.METHOD_PROPAGATE_GRADIENTS,
+            request.SerializeToString(),
+            attachments,
+            timeout=time_left(None),
+            pending=pending,
+        )
+    except BaseException:
+        pending.cancel()
+        raise
+    for received in lets_go:
+        received.released()
+
+
+def _deliver(
+    participant: Participant,
+    task: int,
+    awaited: dict[MessageId, SentArguments],
+    held: HeldElsewhere | None,
+    link: Link,
+    what: str,
+    compression: autograd_pb2.Compression | None,
+    message: ReceivedMessage,
+) -> None:
+    """Puts the contributions of a reply into the mailboxes."""
+    reply = wire.parse(autograd_pb2.PropagateGradientsReply, message.body)
+    decoder = wire.Decoder(reply.tensors, message.attachments)
+    link.count_saved(decoder.saved)
+    try:
+        if held is not None:
+            held.is_open = reply.is_held
+        if reply.HasField("autograd"):
+            what = f"the backward of {what}"
+            participant.receive(reply.autograd, decoder, link, what, compression, are_arguments=False)
+        for contribution in reply.contributions:
+            id = MessageId.parse(contribution.message)
+            # First of all those that were awaited: a reply to somebody else may have overtaken this one, and
+            # released them from the store.
+            sent = awaited.get(id)
+            if sent is None and held is not None and (sent := participant.store.arguments(id)) is not None:
+                # The other end would not hold the run open, so this is mail for which it is early.
+                awaited[id] = sent
+                sent.await_reply(task)
+            if sent is None:
+                raise NotFound(
+                    f"{link.peer} sent gradients for arguments that this node no longer keeps: they were "
+                    "sent in a context that has ended, or in a call that failed; detach what is kept on "
+                    "a worker between contexts"
+                )
+            if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
+                raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
+    finally:
+        participant.store.release(message_ids(reply.released))
+
+
+def encode_gradients(
+    message: autograd_pb2.Gradients,
+    id: MessageId,
+    gradients: Gradients,
+    encoder: wire.Encoder,
+    codecs: GradientCodecs | None = None,
+    position: int = 0,
+) -> None:
+    message.message.CopyFrom(id.proto)
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None:
+            message.slots.append(slot)
+            codec = None if codecs is None else codecs.find(gradient, slot, position)
+            message.tensors.append(encoder.tensor(gradient, f"gradient {slot}", codec))
+
+
+def decode_gradients(
+    message: autograd_pb2.Gradients,
+    decoder: wire.Decoder,
+    like: Sequence[tuple[torch.Size, torch.device]],
+) -> list[torch.Tensor | None]:
+    """The gradients for the tensors of a message, on the devices of those tensors."""
+    gradients: list[torch.Tensor | None] = [None] * len(like)
+    if len(message.slots) != len(message.tensors):
+        raise MalformedMessage(f"{len(message.slots)} slots but {len(message.tensors)} gradients")
+    for slot, index in zip(message.slots, message.tensors, strict=True):
+        if slot >= len(like) or index >= len(decoder.tensors):
+            raise MalformedMessage(f"slot {slot} with tensor {index} does not exist: there are {len(like)}")
+        gradient = decoder.tensors[index]
+        shape, device = like[slot]
+        if gradient.shape != shape:
+            raise MalformedMessage(
+                f"a gradient of shape {tuple(gradient.shape)} for a tensor of shape {tuple(shape)}"
+            )
+        gradients[slot] = gradient.to(device)
+    return gradients

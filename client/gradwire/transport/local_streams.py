@@ -1,0 +1,168 @@
+"""Carrying a conversation between two processes of one host: frames over a unix socket, large tensors in
+shared memory."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+
+from gradwire.errors import MalformedMessage, ProtocolError
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport.base import LinkSettings, Pending
+from gradwire.transport.conversation import Conversation
+from gradwire.transport.frames import LENGTH
+from gradwire.transport.inbound import Whole
+from gradwire.transport.local_outbox import LocalOutbox
+from gradwire.transport.local_reading import Reading
+from gradwire.transport.room import Allowance
+from gradwire.transport.segments import Borrowed, Lent
+from gradwire.transport.streams import Streams
+
+__all__ = ["LocalStreams"]
+
+_READ_BYTES = 256 * 1024
+_MOST_DESCRIPTORS = 64
+"""In one read. The kernel drops what does not fit."""
+
+
+class LocalStreams(Streams):
+    """A socket that carries a conversation."""
+
+    def __init__(
+        self, settings: LinkSettings, allowance: Allowance, connection: socket.socket, beneath: Streams
+    ) -> None:
+        self._connection = connection
+        self._max_frame_bytes = settings.max_frame_bytes
+        outbox = LocalOutbox(connection, Lent(settings.max_shared_bytes))
+        super().__init__(settings, allowance, outbox, outbox, beneath=beneath)
+        self._outbox = outbox
+        self._borrowed = Borrowed(settings.max_message_bytes, outbox.return_segment)
+        self._descriptors: deque[int] = deque()
+        self.has_more = False
+        self._frames: Iterator[bytes] = self._read_until_end()
+        self._reading: Reading | None = None
+
+    def carry(self, conversation: Conversation, *, gives_way: bool) -> None:
+        """Begins to write, and reads until either end closes. Raises if what came broke the protocol."""
+        self._reading = Reading(
+            self, lambda frame: conversation.receive_or_refuse(frame, self), gives_way=gives_way
+        )
+        self._outbox.start()
+        try:
+            self._reading.run()
+        finally:
+            # Else these would keep one another, and what they have mapped, until the collector comes.
+            self._reading, self._frames = None, iter(())
+            self._borrowed.drop_all()
+
+    def flush(self) -> None:
+        self._outbox.flush()
+
+    def may_run_here(self) -> bool:
+        reading = self._reading
+        return not self.is_amid and reading is not None and reading.may_run_here()
+
+    def read_for(self, pending: Pending) -> None:
+        reading = self._reading
+        if reading is not None:
+            reading.read_for(pending)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def __next__(self) -> bytes:
+        return next(self._frames)
+
+    def take(self, frame: link_pb2.Frame, kind: str | None) -> Whole | None:
+        if kind == "placed":
+            placed = frame.placed
+            if placed.segment:
+                self.received += placed.total
+                return self.inbound.place(placed.transfer, self._borrowed.use(placed.segment, placed.total))
+            self.inbound.begin(placed.transfer, placed.total)
+        elif kind == "returned":
+            self._outbox.lent.give_back(frame.returned.segments)
+        elif kind == "segment":
+            if not self._descriptors:
+                raise ProtocolError("a segment came without its descriptor")
+            self._borrowed.map(frame.segment.id, frame.segment.size, self._descriptors.popleft())
+        elif kind == "dropped":
+            self._borrowed.drop(frame.dropped.segments)
+        else:
+            return super().take(frame, kind)
+        return None
+
+    def _read_until_end(self) -> Iterator[bytes]:
+        """The frames that come, until either end closes."""
+        try:
+            yield from self._read()
+        except OSError:
+            pass  # cut
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            self._descriptors.clear()
+            self._outbox.finish()
+            self._connection.close()
+
+    def _read(self) -> Iterator[bytes]:
+        space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+        received = bytearray()
+        at = 0
+        while True:
+            # One read brings many small frames.
+            data, ancillary, flags, _ = self._connection.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                return
+            if ancillary or flags & socket.MSG_CTRUNC:
+                self._keep_descriptors(ancillary, flags)
+            if not received and len(data) >= 4 and LENGTH.unpack_from(data)[0] == len(data) - 4:
+                self.has_more = False
+                yield data[4:]
+                continue
+            received += data
+            while len(received) - at >= 4:
+                (length,) = LENGTH.unpack_from(received, at)
+                if length > self._max_frame_bytes:
+                    raise MalformedMessage(f"a frame of {length} bytes is too large")
+                end = at + 4 + length
+                if len(received) < end:
+                    if length > _READ_BYTES:
+                        self._read_rest(received, end)
+                        continue
+                    break
+                frame = bytes(memoryview(received)[at + 4 : end])
+                at = end
+                self.has_more = _is_whole(received, at)
+                yield frame
+            del received[:at]
+            at = 0
+
+    def _read_rest(self, received: bytearray, end: int) -> None:
+        """Reads the rest of a large frame, which brings no descriptors."""
+        have = len(received)
+        received.extend(bytes(end - have))
+        with memoryview(received) as view:
+            while have < end:
+                count = self._connection.recv_into(view[have:end])
+                if not count:
+                    raise ConnectionResetError
+                have += count
+
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._descriptors.extend(descriptors)
+        if flags & socket.MSG_CTRUNC:
+            raise MalformedMessage("more descriptors came than can be taken")
+
+
+def _is_whole(received: bytearray, at: int) -> bool:
+    """Whether a frame that begins there has come to its end."""
+    have = len(received) - at
+    return have >= 4 and have >= 4 + int(LENGTH.unpack_from(received, at)[0])

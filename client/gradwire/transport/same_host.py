@@ -1,0 +1,219 @@
+"""How two processes of one host find out that they are, and meet at a unix socket.
+
+The worker offers the socket in its Welcome. The client takes the offer if it can: the socket is in Linux's
+abstract namespace, so it can only be reached in the same network namespace, and it vanishes with its process.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from urllib.parse import unquote
+
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport.segments import are_supported
+
+__all__ = ["MeetingPoint", "confirm", "meet"]
+
+log = logging.getLogger("gradwire.link")
+
+_TOKEN_BYTES = 32
+_MEETING_SECONDS = 2.0
+_CREDENTIALS = struct.Struct("3i")
+_ACCEPTED = b"\x01"
+
+Address = tuple[str, int]
+
+
+class MeetingPoint:
+    """Where a worker waits for clients of the same host."""
+
+    def __init__(self, on_met: Callable[[object, socket.socket], None]) -> None:
+        """`on_met` is called on a thread of its own with what the offer was made for, and must `confirm`."""
+        self._on_met = on_met
+        self._lock = threading.Lock()
+        self._expected: dict[bytes, object] = {}
+        self._name = f"gradwire-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen(128)
+        self._thread = threading.Thread(target=self._accept, name="gradwire-meeting-point", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, on_met: Callable[[object, socket.socket], None]) -> MeetingPoint | None:
+        """None where the system has no such thing, or refuses it."""
+        if not are_supported():
+            return None
+        try:
+            return cls(on_met)
+        except OSError as error:
+            log.info("no shortcut for clients on this host: %s", error)
+            return None
+
+    def offer(self, purpose: object, seen_address: str) -> link_pb2.SameHost:
+        """An invitation. `forget` must follow when it is no longer good."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        with self._lock:
+            self._expected[token] = purpose
+        return link_pb2.SameHost(socket=self._name, token=token, seen_address=seen_address)
+
+    def forget(self, offer: link_pb2.SameHost) -> None:
+        with self._lock:
+            self._expected.pop(offer.token, None)
+
+    def close(self) -> None:
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._thread.join(_MEETING_SECONDS)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(
+                target=self._greet, args=(connection,), name="gradwire-local", daemon=True
+            ).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_MEETING_SECONDS)
+            if not _is_ours(connection):
+                raise PermissionError("a process of another user")
+            purpose = self._redeem(_read(connection, _TOKEN_BYTES))
+            connection.settimeout(None)
+        except OSError as error:
+            log.warning("refused a connection to the local socket: %s", error)
+            connection.close()
+            return
+        self._on_met(purpose, connection)
+
+    def _redeem(self, token: bytes) -> object:
+        with self._lock:
+            for expected in self._expected:
+                if hmac.compare_digest(expected, token):
+                    return self._expected.pop(expected)
+        raise PermissionError("an unknown token")
+
+
+def confirm(connection: socket.socket) -> None:
+    """Tells the client that it is expected. Whatever is meant for it goes this way from now on."""
+    connection.sendall(_ACCEPTED)
+
+
+def meet(offer: link_pb2.SameHost, target: str) -> socket.socket | None:
+    """Takes a worker's offer; None if that is not possible, or there is something in between."""
+    if not are_supported() or not _is_direct(offer.seen_address, target):
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_MEETING_SECONDS)
+        connection.connect(f"\0{offer.socket}")
+        if not _is_ours(connection):
+            raise PermissionError("a process of another user")
+        connection.sendall(offer.token)
+        _read(connection, len(_ACCEPTED))
+        connection.settimeout(None)
+        return connection
+    except OSError as error:
+        log.debug("no shortcut to %s: %s", target, error)
+        connection.close()
+        return None
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        more = connection.recv(length - len(data))
+        if not more:
+            raise ConnectionResetError("the other end closed")
+        data += more
+    return data
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the process at the other end runs as the same user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
+
+
+# -- whether anything lies in between
+
+
+def _is_direct(seen: str, target: str) -> bool:
+    """Whether the address that the worker sees is this end of a connection to the target.
+
+    If a proxy accepts the connection and opens another, the worker sees an address that leads elsewhere.
+    """
+    if target.startswith("unix:"):
+        return seen.startswith("unix")
+    local = _parse(seen)
+    remote = _remote_of(local) if local is not None else None
+    return remote is not None and remote in _resolve(target)
+
+
+def _parse(address: str) -> Address | None:
+    """An address as gRPC writes it: ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    kind, _, rest = unquote(address).partition(":")
+    host, _, port = rest.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdigit():
+        return None
+    try:
+        return _plain(host.strip("[]")), int(port)
+    except ValueError:
+        return None
+
+
+def _plain(host: str) -> str:
+    """One way of writing an IP address."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _resolve(target: str) -> set[Address]:
+    name = target
+    for prefix in ("dns:", "ipv4:", "ipv6:"):
+        name = name.removeprefix(prefix)
+    host, _, port = name.rpartition("/")[2].rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        return {(_plain(str(address[0])), int(address[1])) for *_, address in found}
+    except (OSError, ValueError):
+        return set()
+
+
+def _remote_of(local: Address) -> Address | None:
+    """Where the TCP connection with this local address leads to, as the kernel has it."""
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        try:
+            with open(table) as lines:
+                next(lines)
+                for line in lines:
+                    fields = line.split()
+                    if int(fields[1].rpartition(":")[2], 16) == local[1] and _hex_address(fields[1]) == local:
+                        return _hex_address(fields[2])
+        except (OSError, StopIteration):
+            continue
+    return None
+
+
+def _hex_address(text: str) -> Address:
+    """An address as /proc writes it: 32-bit words in the byte order of the machine."""
+    host, _, port = text.partition(":")
+    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return _plain(str(ipaddress.ip_address(packed))), int(port, 16)

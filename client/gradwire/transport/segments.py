@@ -1,0 +1,217 @@
+"""Shared memory that tensors cross in, between two processes of one host.
+
+The sender lends: it copies an attachment into a segment of its own, and the receiver uses it there, without
+copying, until the last tensor over it is gone. Then the segment is used again, which is what makes this fast:
+most of the cost of large fresh memory is having its pages mapped in.
+
+Segments have no names. Their descriptors are handed over by the kernel, so nobody else can get at them, and
+nothing is left behind however either process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from gradwire.errors import MalformedMessage
+from gradwire.transport.base import Buffer
+
+__all__ = ["Borrowed", "Lent", "Segment", "are_supported"]
+
+_SMALLEST_BYTES = 64 * 1024
+_IDLE_SECONDS = 30.0
+"""A segment that was not used for so long is let go."""
+
+if sys.platform == "linux":
+    # Without these the other end could make a segment shorter, and reading beyond its end is fatal.
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def are_supported() -> bool:
+    """Whether this system has what segments need."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+class Segment:
+    """Memory that is lent."""
+
+    __slots__ = ("descriptor", "free_since", "id", "memory", "size")
+
+    def __init__(self, id: int, size: int) -> None:
+        self.id = id
+        self.size = size
+        self.free_since = 0.0
+        self.descriptor: int | None = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """Until the other end has it."""
+        try:
+            os.ftruncate(self.descriptor, size)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory: Buffer = np.frombuffer(mmap.mmap(self.descriptor, size), dtype=np.uint8)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def write(self, offset: int, piece: memoryview) -> int:
+        self.memory[offset : offset + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+        return len(piece)
+
+    def close_descriptor(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class _Total:
+    """The room of all segments that this process lends, over all links."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    def grow(self, more: int, max_bytes: int) -> bool:
+        with self._lock:
+            if self._bytes + more > max_bytes:
+                return False
+            self._bytes += more
+            return True
+
+    def shrink(self, less: int) -> None:
+        with self._lock:
+            self._bytes -= less
+
+
+_total = _Total()
+
+
+class Lent:
+    """The segments that this end fills for the other."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._free: list[Segment] = []
+        self._out: dict[int, Segment] = {}
+        self._last_id = 0
+        self._closed = False
+
+    def take(self, size: int) -> Segment | None:
+        """A segment with room for so many bytes; None if the limit is reached or the system has no more."""
+        # Powers of two, so that tensors of about the same size can use the same ones. What is not written
+        # to takes no memory.
+        room = max(1 << (size - 1).bit_length(), _SMALLEST_BYTES)
+        with self._lock:
+            fitting = [segment for segment in self._free if room <= segment.size <= 4 * room]
+            if fitting:
+                # The one that was used last is the likeliest to be in a cache.
+                segment = min(fitting, key=lambda segment: (segment.size, -segment.free_since))
+                self._free.remove(segment)
+            else:
+                if self._closed or not _total.grow(room, self._max_bytes):
+                    return None
+                self._last_id += 1
+                try:
+                    segment = Segment(self._last_id, room)
+                except (OSError, ValueError, OverflowError):
+                    _total.shrink(room)
+                    return None
+            self._out[segment.id] = segment
+            return segment
+
+    def give_back(self, ids: Sequence[int]) -> None:
+        """The other end no longer uses these, or never got them."""
+        now = time.monotonic()
+        with self._lock:
+            for id in ids:
+                segment = self._out.pop(id, None)
+                if segment is None:
+                    if self._closed:
+                        return
+                    raise MalformedMessage(f"segment {id} was given back, but is not lent")
+                segment.free_since = now
+                self._free.append(segment)
+
+    def trim(self) -> list[int]:
+        """Lets go of those that were idle for long. Their ids, if the other end knows of them."""
+        long_ago = time.monotonic() - _IDLE_SECONDS
+        with self._lock:
+            idle = [segment for segment in self._free if segment.free_since < long_ago]
+            self._free = [segment for segment in self._free if segment.free_since >= long_ago]
+            _total.shrink(sum(segment.size for segment in idle))
+        known = [segment.id for segment in idle if segment.descriptor is None]
+        for segment in idle:
+            segment.close_descriptor()
+        return known
+
+    def close(self) -> None:
+        with self._lock:
+            segments = (*self._free, *self._out.values())
+            for segment in segments:
+                segment.close_descriptor()
+            _total.shrink(sum(segment.size for segment in segments))
+            self._free.clear()
+            self._out.clear()
+            self._closed = True
+
+
+class Borrowed:
+    """The segments of the other end that this one has mapped."""
+
+    def __init__(self, max_bytes: int, on_unused: Callable[[int], object]) -> None:
+        self._max_bytes = max_bytes
+        self._on_unused = on_unused
+        """Told the id of a segment that nothing here uses any more, from any thread and at any moment."""
+        self._mapped: dict[int, mmap.mmap] = {}
+        self._in_use: dict[int, weakref.ref[object]] = {}
+
+    def map(self, id: int, size: int, descriptor: int) -> None:
+        """Takes a new segment, and its descriptor."""
+        try:
+            if id in self._mapped or not 0 < size <= self._max_bytes:
+                raise MalformedMessage(f"segment {id} of {size} bytes is not wanted here")
+            try:
+                sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            except OSError:
+                sealed = False
+            if not sealed or os.fstat(descriptor).st_size != size:
+                raise MalformedMessage(f"segment {id} is not {size} bytes of sealed memory")
+            self._mapped[id] = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def use(self, id: int, total: int) -> Buffer:
+        """The attachment that lies in a segment, which is given back when the last view of it is gone."""
+        memory = self._mapped.get(id)
+        if memory is None or total > len(memory):
+            raise MalformedMessage(f"an attachment of {total} bytes in segment {id}, which has no such room")
+        used = self._in_use.get(id)
+        if used is not None and used() is not None:
+            raise MalformedMessage(f"segment {id} was filled while it was in use")
+        # An object of its own for each use: numpy lets views refer to it, past the array itself.
+        hold = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self._in_use[id] = weakref.ref(hold, partial(_tell, self._on_unused, id))
+        return np.frombuffer(memoryview(hold), dtype=np.uint8, count=total)
+
+    def drop(self, ids: Sequence[int]) -> None:
+        """The other end will not use these again. What is over them here stays valid."""
+        for id in ids:
+            self._mapped.pop(id, None)
+            self._in_use.pop(id, None)
+
+    def drop_all(self) -> None:
+        """The same for all that there are."""
+        self._mapped.clear()
+        self._in_use.clear()
+
+
+def _tell(on_unused: Callable[[int], object], id: int, _: object) -> None:
+    on_unused(id)

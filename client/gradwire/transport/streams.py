@@ -1,0 +1,85 @@
+"""What carries a conversation for a while: where it is written to, and what has half arrived."""
+
+from __future__ import annotations
+
+from gradwire.errors import ProtocolError
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport.base import LinkSettings, Pending, Traffic
+from gradwire.transport.inbound import Inbound, Whole
+from gradwire.transport.outbox import Outbox, Outgoing
+from gradwire.transport.room import Allowance
+
+__all__ = ["StreamPair", "Streams"]
+
+
+class Streams:
+    """One attempt to carry a conversation: what waits to be written, and what has half arrived."""
+
+    def __init__(
+        self,
+        settings: LinkSettings,
+        allowance: Allowance,
+        control: Outgoing,
+        bulk: Outgoing,
+        *,
+        name_within: float | None = None,
+        beneath: Streams | None = None,
+    ) -> None:
+        self._control = control
+        self._bulk = bulk
+        self.inbound = Inbound(settings.max_message_bytes, allowance, name_within)
+        self.beneath = beneath
+        """The streams that led to these. They end together."""
+        self.received = 0
+        """Bytes that came."""
+        self.is_amid = False
+        """Whether more has been read than is taken in so far."""
+
+    @property
+    def control(self) -> Outgoing:
+        return self._control
+
+    @property
+    def bulk(self) -> Outgoing:
+        return self._bulk
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(sum(outbox.written for outbox in {self._control, self._bulk}), self.received)
+
+    def take(self, frame: link_pb2.Frame, kind: str | None) -> Whole | None:
+        """Takes a frame that only some streams know. Returns the message that it completes, if any."""
+        raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
+
+    def flush(self) -> None:
+        """Writes what was put, where nobody does so unasked."""
+
+    def may_run_here(self) -> bool:
+        """Whether a question may be answered by the thread that brings it."""
+        return False
+
+    def read_for(self, pending: Pending) -> None:
+        """Reads until there is an answer, where the thread that waits for it can."""
+
+    def close(self, *, discard: bool = False) -> None:
+        self._control.close(discard=discard)
+        self._bulk.close(discard=discard)
+        self.inbound.close()
+        if discard and self.beneath is not None:
+            self.beneath.close(discard=True)
+
+
+class StreamPair(Streams):
+    """A stream for small messages and one for bulk, each written from an outbox."""
+
+    def __init__(self, settings: LinkSettings, allowance: Allowance) -> None:
+        self._outboxes = Outbox(), Outbox()
+        super().__init__(settings, allowance, *self._outboxes, name_within=settings.hello_timeout)
+
+    @property
+    def control(self) -> Outbox:
+        return self._outboxes[0]
+
+    @property
+    def bulk(self) -> Outbox:
+        return self._outboxes[1]

@@ -1,0 +1,576 @@
+"""State that workers keep over many calls: exact in every mode, and its graph runs once in backward."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.autograd.comparing import Both, assert_close
+from tests.autograd.places import NAMES, SHAPE
+from tests.autograd.test_round_trips import BACKWARD, asked
+
+import gradwire as gw
+import gradwire_server as gws
+from gradwire.autograd import holding
+
+__all__ = ["asked"]
+
+Call = Callable[..., Any]
+Leaf = Callable[..., torch.Tensor]
+BACKWARDS = ("plain", "context", "grad", "twice")
+STEPS = 6
+LET_GO_WITHIN = 10.0
+
+
+def one_leaf_for_all(call: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([call("a", "recur", x) for _ in range(STEPS)]).prod(0).sum()
+
+
+def arguments_of_their_own(call: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([call("a", "recur", x * k) for k in range(STEPS)]).prod(0).sum()
+
+
+def arguments_without_grad(call: Call, x: torch.Tensor) -> torch.Tensor:
+    return (torch.stack([call("a", "recur", x.detach() * k) for k in range(STEPS)]).prod(0) * x).sum()
+
+
+def each_from_the_one_before(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [x]
+    for _ in range(STEPS):
+        outs.append(call("a", "recur", torch.sin(outs[-1])))
+    return torch.stack(outs).prod(0).sum()
+
+
+def only_the_last_is_used(call: Call, x: torch.Tensor) -> torch.Tensor:
+    for k in range(STEPS):
+        out = call("a", "recur", x * k)
+    return out.sum()
+
+
+def every_other_is_used(call: Call, x: torch.Tensor) -> torch.Tensor:
+    out, used = x, []
+    for k in range(STEPS):
+        out = call("a", "recur", torch.sin(out) if k % 3 else x)
+        used.append(out if k % 2 else out.detach())
+    return torch.stack(used).prod(0).sum()
+
+
+def some_from_the_one_before(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [x]
+    for k in range(2 * STEPS):
+        outs.append(call("a", "recur", outs[-1] if k % 3 == 0 else outs[k // 2]))
+    return torch.stack(outs[1:]).prod(0).sum()
+
+
+def the_state_itself_and_more(call: Call, x: torch.Tensor) -> torch.Tensor:
+    total = x
+    for k in range(STEPS):
+        state, other = call("a", "recur_twice", torch.sin(total) if k % 2 else x)
+        total = total + (other if k % 2 else state * other)
+    return total.sum()
+
+
+def cut_in_the_middle(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [x]
+    for k in range(STEPS):
+        if k == STEPS // 2:
+            call("a", "detach_kept")
+        outs.append(call("a", "recur", outs[-1]))
+    return torch.stack(outs).prod(0).sum()
+
+
+def two_chains_that_meet(call: Call, x: torch.Tensor) -> torch.Tensor:
+    one = two = x
+    for _ in range(STEPS // 2):
+        one, two = call("a", "recur", one, "one"), call("a", "recur", two, "two")
+    both = call("a", "recall", call("a", "recall", x, "one"), "two")
+    return (both * one * two).sum()
+
+
+def two_layers_on_two_workers(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [call("b", "recur", call("a", "recur", x * k)) for k in range(STEPS)]
+    return torch.stack(outs).prod(0).sum()
+
+
+def two_layers_in_a_loop(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [x]
+    for _ in range(STEPS):
+        outs.append(call("b", "recur", call("a", "recur", outs[-1])))
+    return torch.stack(outs).prod(0).sum()
+
+
+def a_head_on_another_worker(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [call("b", "affine", call("a", "recur", x * k)) for k in range(STEPS)]
+    return torch.stack(outs).prod(0).sum()
+
+
+def a_later_result_whose_gradient_comes_later(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """The arguments of an earlier call are ready for their gradient before that of a later one is there."""
+    call("a", "recur", x)
+    first = call("a", "recur_twice", torch.sin(x))[1]
+    second = call("a", "recur", x.detach())
+    third = call("a", "recur", x)
+    return (first * call("b", "affine", second) * call("c", "affine", third)).sum()
+
+
+def state_behind_a_worker(call: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([call("a", "recur_at", x * k, "b") for k in range(STEPS)]).prod(0).sum()
+
+
+def state_behind_a_worker_in_a_loop(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [x]
+    for _ in range(STEPS):
+        outs.append(call("a", "recur_at", outs[-1], "b"))
+    return torch.stack(outs).prod(0).sum()
+
+
+def state_on_both_in_a_loop(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [x]
+    for k in range(STEPS):
+        outs.append(call("a", "recur_here_and_at", torch.sin(outs[-1]) if k % 3 else x, "b"))
+    return torch.stack(outs).prod(0).sum()
+
+
+def one_state_two_ways(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Directly, and by way of another worker."""
+    outs = [x]
+    for k in range(STEPS):
+        outs.append(call("b", "recur", outs[-1]) if k % 2 else call("a", "recur_at", outs[-1], "b"))
+    return torch.stack(outs).prod(0).sum()
+
+
+def a_worker_whose_state_is_its_own_caller_s(call: Call, x: torch.Tensor) -> torch.Tensor:
+    outs = [x]
+    for _ in range(STEPS):
+        outs.append(call("a", "recur_at", outs[-1], "a"))
+    return torch.stack(outs).prod(0).sum()
+
+
+def hooks_that_are_not_linear(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """On all states but the first, whose result is not part of the group yet."""
+    outs = [x, call("a", "recur", x)]
+    for _ in range(STEPS):
+        outs.append(call("a", "recur", outs[-1]) * 3)
+        call("a", "hook_kept")
+    return torch.stack(outs).prod(0).sum()
+
+
+PROGRAMS = [
+    function
+    for function in list(globals().values())
+    if callable(function) and getattr(function, "__annotations__", {}).get("call") == "Call"
+]
+
+
+@pytest.mark.parametrize("compute", PROGRAMS, ids=lambda function: function.__name__)
+def test_gradients_are_those_of_one_process(
+    compute: Callable[..., torch.Tensor], trio: Both, leaf: Leaf
+) -> None:
+    for backward in BACKWARDS:
+        trio.reset()
+        trio.check(compute, leaf(), backward=backward)
+
+
+@pytest.mark.parametrize("compute", PROGRAMS, ids=lambda function: function.__name__)
+def test_workers_that_hold_no_run_open_are_exact_too(
+    compute: Callable[..., torch.Tensor],
+    local_trio: tuple[Both, dict[str, gws.Worker]],
+    leaf: Leaf,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_to = []
+
+    def refuse(root: torch.Tensor) -> bool:
+        asked_to.append(root)
+        return False
+
+    monkeypatch.setattr(holding, "_runs_on_one_thread", refuse)
+    trio, _ = local_trio
+    if compute is hooks_that_are_not_linear:
+        pytest.skip("each gradient goes through the hook alone")
+    trio.check(compute, leaf())
+    if "loop" in compute.__name__:
+        assert asked_to
+
+
+def test_differentiating_twice(trio: Both, leaf: Leaf) -> None:
+    def penalty(call: Call, x: torch.Tensor) -> torch.Tensor:
+        outs = [x]
+        for _ in range(3):
+            outs.append(call("a", "recur", outs[-1]))
+        total = torch.stack(outs).prod(0).sum()
+        (gradient,) = torch.autograd.grad(total, [x], create_graph=True)
+        return gradient.pow(2).sum()
+
+    trio.check(penalty, leaf())
+
+
+def test_gradients_of_results_in_between(trio: Both, leaf: Leaf) -> None:
+    """The engine captures those, and need not run their recv nodes."""
+
+    def gradients(call: Call, x: torch.Tensor, wanted: list[int]) -> tuple[torch.Tensor, ...]:
+        outs = [x]
+        for _ in range(STEPS):
+            outs.append(call("a", "recur", torch.sin(outs[-1])))
+        return torch.autograd.grad(torch.stack(outs).prod(0).sum(), [outs[k] for k in wanted])
+
+    for wanted in ([STEPS], [3], [0, 3], [2, 4, 5]):
+        trio.reset()
+        found, expected = (gradients(call, leaf(), wanted) for call in (trio.call, trio.oracle_call))
+        for index, one, other in zip(wanted, found, expected, strict=True):
+            assert_close(one, other, f"result {index} of {wanted}")
+
+
+def test_results_that_are_read_in_any_order(trio: Both, leaf: Leaf) -> None:
+    """What one builds on may not have been looked at when it is."""
+    x, copy = leaf(), leaf()
+    futures = [trio.a.call_async("recur", x * k) for k in range(STEPS)]
+    outs = [future.result() for future in (futures[3], futures[5], futures[0], futures[4])]
+    del futures
+    torch.stack(outs).prod(0).sum().backward()
+    expected = [trio.oracle_call("a", "recur", copy * k) for k in range(STEPS)]
+    torch.stack([expected[k] for k in (3, 5, 0, 4)]).prod(0).sum().backward()
+    assert_close(x.grad, copy.grad, "x")
+    trio.check_parameters()
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[str, int, str, str, str]]:
+    functions = [
+        "recur",
+        "recur",
+        "recur",
+        "recur_twice",
+        "recur_at",
+        "recur_here_and_at",
+        "recall",
+        "affine",
+    ]
+    return draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(functions),
+                st.integers(0, 20),
+                st.sampled_from(NAMES[:2]),
+                st.sampled_from(NAMES[:2]),
+                st.sampled_from(["", "other"]),
+            ),
+            min_size=3,
+            max_size=12,
+        )
+    )
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    program=programs(),
+    used=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    backward=st.sampled_from(["plain", "plain", "context", "grad", "twice"]),
+)
+def test_random_recurrent_programs(
+    program: list[tuple[str, int, str, str, str]], used: list[int], backward: str, trio: Both
+) -> None:
+    def compute(call: Call, x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+        values = [x, constant]
+        for function, operand, worker, other, key in program:
+            argument = values[-1 - operand % len(values)]
+            if function in ("recur_at", "recur_here_and_at"):
+                values.append(call(worker, function, argument, other, key))
+            elif function == "recur_twice":
+                values.extend(call(worker, function, argument, key))
+            elif function == "affine":
+                values.append(call(worker, function, argument))
+            else:
+                values.append(call(worker, function, argument, key))
+        chosen = [values[-1 - index % len(values)] for index in used]
+        return torch.stack([torch.tanh(value) for value in chosen]).sum() + x.sum()
+
+    trio.reset()
+    generator = torch.Generator().manual_seed(len(program))
+    x, constant = (torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(2))
+    trio.check(compute, x.requires_grad_(), constant, backward=backward)
+
+
+# -- what it costs, counted
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["independent", "constant", "loop", "behind a worker", "loop behind a worker", "state on both"],
+)
+def test_a_step_runs_backward_once(program: str, trio: Both, leaf: Leaf) -> None:
+    """The first result is told of before the worker can know that there will be others: it may go alone."""
+    steps = 30
+    for name in NAMES:
+        trio.workers[name].counted()
+    x = leaf()
+    outs = [x]
+    for _ in range(steps):
+        argument = {"independent": x, "constant": x.detach(), "behind a worker": x}.get(program, outs[-1])
+        if "behind" in program:
+            outs.append(trio.a.recur_at(argument, "b"))
+        elif program == "state on both":
+            outs.append(trio.a.recur_here_and_at(argument, "b"))
+        else:
+            outs.append(trio.a.recur(argument))
+    torch.stack(outs[1:]).sum().backward()
+    counted = {name: trio.workers[name].counted() for name in NAMES}
+    states = {"behind a worker": 1, "loop behind a worker": 1, "state on both": 2}.get(program, 1)
+    assert steps - 1 <= sum(counted.values()) <= states * (steps + 1)
+
+
+def test_independent_steps_are_one_request_in_backward(trio: Both, leaf: Leaf, asked: Counter[int]) -> None:
+    x = leaf()
+    outs = [trio.a.recur(x) for _ in range(20)]
+    torch.stack(outs).sum().backward()
+    assert asked[BACKWARD] <= 2
+
+
+def test_steps_in_a_loop_are_one_request_each(trio: Both, leaf: Leaf, asked: Counter[int]) -> None:
+    outs = [leaf()]
+    for _ in range(20):
+        outs.append(trio.a.recur(outs[-1]))
+    torch.stack(outs).sum().backward()
+    assert asked[BACKWARD] <= 20
+
+
+def test_workers_are_asked_at_the_same_time(local_trio: tuple[Both, dict[str, gws.Worker]]) -> None:
+    """Two chains on two workers: neither waits for the other to be through."""
+    trio, _ = local_trio
+    meeting = threading.Barrier(2, timeout=30)
+    x = torch.ones(SHAPE, dtype=torch.float64, requires_grad=True)
+    one = two = x
+    for _ in range(3):
+        one, two = trio.a.recur(one), trio.b.recur(two)
+    # In this process, so that the workers' graphs can be reached: both are in backward at the same time.
+    for name in ("a", "b"):
+        kept = kept_by(local_trio[1][name])
+        kept.register_hook(lambda gradient: meeting.wait() * 0 + gradient)
+    (one * two).sum().backward()
+    assert not meeting.broken
+
+
+def kept_by(worker: gws.Worker) -> torch.Tensor:
+    place: Any = worker._registry.find("recur", "").value.__self__
+    kept: torch.Tensor = place.kept[""]
+    return kept
+
+
+# -- failures
+
+
+def loop(trio: Both, x: torch.Tensor, steps: int = 8) -> list[torch.Tensor]:
+    outs = [x]
+    for _ in range(steps):
+        outs.append(trio.a.recur(outs[-1]))
+    return outs
+
+
+def check_nothing_is_held(workers: dict[str, gws.Worker]) -> None:
+    give_up_at = time.monotonic() + LET_GO_WITHIN
+    while any(worker._node.participant.held for worker in workers.values()):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def was_held(workers: dict[str, gws.Worker], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runs that workers hold open, as they do so."""
+    started: list[str] = []
+    start = holding.HeldRun.start
+
+    def remember(self: holding.HeldRun, work: Callable[[], None]) -> None:
+        started.append(str(self.id))
+        start(self, work)
+
+    monkeypatch.setattr(holding.HeldRun, "start", remember)
+    return started
+
+
+def check_exact_again(trio: Both) -> None:
+    trio.reset()
+    x = torch.ones(SHAPE, dtype=torch.float64, requires_grad=True)
+    trio.check(each_from_the_one_before, x)
+
+
+def test_a_request_that_comes_when_a_run_is_about_to_wait(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not answered before what it brings has run."""
+    trio, _ = local_trio
+    raced: set[object] = set()
+    has_come = holding.HeldRun._has_come
+
+    def let_it_come_now(self: holding.HeldRun, id: Any) -> bool:
+        found = has_come(self, id)
+        if not found and self.id not in raced:
+            raced.add(self.id)
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._asked, LET_GO_WITHIN)
+        return found
+
+    monkeypatch.setattr(holding.HeldRun, "_has_come", let_it_come_now)
+    trio.check(each_from_the_one_before, leaf())
+    assert raced
+
+
+def test_an_error_of_the_caller_in_the_middle(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio, workers = local_trio
+    started = was_held(workers, monkeypatch)
+    outs = loop(trio, leaf())
+
+    def fail(gradient: torch.Tensor) -> None:
+        assert any(worker._node.participant.held for worker in workers.values())
+        raise KeyError("in the middle")
+
+    outs[4].register_hook(fail)
+    with pytest.raises(KeyError, match="in the middle"):
+        torch.stack(outs).sum().backward()
+    assert started
+    check_nothing_is_held(workers)
+    del outs
+    check_exact_again(trio)
+
+
+def test_an_error_of_the_worker_in_the_middle(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio, workers = local_trio
+    started = was_held(workers, monkeypatch)
+    outs = loop(trio, leaf(), 4)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("in the middle")
+
+    kept_by(workers["a"]).register_hook(fail)
+    for _ in range(4):
+        outs.append(trio.a.recur(outs[-1]))
+    with pytest.raises(ValueError, match="in the middle"):
+        torch.stack(outs).sum().backward()
+    assert started
+    check_nothing_is_held(workers)
+    del outs
+    check_exact_again(trio)
+
+
+def test_time_that_runs_out_in_the_middle(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio, workers = local_trio
+    started = was_held(workers, monkeypatch)
+    outs = loop(trio, leaf(), 4)
+    outs.append(trio.a.recur(trio.a.slow(outs[-1])))
+    for _ in range(4):
+        outs.append(trio.a.recur(outs[-1]))
+    with gw.timeout(1.0), pytest.raises(gw.DeadlineExceeded):
+        torch.stack(outs).sum().backward()
+    assert started
+    check_nothing_is_held(workers)
+    del outs
+    check_exact_again(trio)
+
+
+def test_a_client_that_leaves_in_the_middle(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio, workers = local_trio
+    started = was_held(workers, monkeypatch)
+    outs = loop(trio, leaf())
+
+    def leave(gradient: torch.Tensor) -> None:
+        trio.a.close()
+
+    outs[4].register_hook(leave)
+    with pytest.raises(gw.GradwireError):
+        torch.stack(outs).sum().backward()
+    assert started
+    check_nothing_is_held(workers)
+
+
+def test_a_run_that_is_held_open_ends_with_its_backward_even_if_nobody_says_so(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio, workers = local_trio
+    started = was_held(workers, monkeypatch)
+    monkeypatch.setattr(gw._node.Participant, "give_up", lambda self, like, held_run: None)
+    outs = loop(trio, leaf())
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("in the middle")
+
+    outs[4].register_hook(fail)
+    with pytest.raises(KeyError):
+        torch.stack(outs).sum().backward()
+    assert started
+    assert workers["a"]._node.participant.held
+    trio.a.affine(leaf())  # the worker hears of it with the next call
+    check_nothing_is_held(workers)
+
+
+def test_gradients_for_a_run_that_was_given_up_are_refused(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf
+) -> None:
+    """Alone they would not be the whole gradient."""
+    trio, workers = local_trio
+    outs = loop(trio, leaf())
+
+    def give_up(gradient: torch.Tensor) -> None:
+        for held in list(workers["a"]._node.participant.held.values()):
+            held.give_up("the test wants it so")
+
+    outs[4].register_hook(give_up)
+    with pytest.raises(gw.GradwireError):
+        torch.stack(outs).sum().backward()
+    check_nothing_is_held(workers)
+
+
+def test_two_passes_at_once(trio: Both, leaf: Leaf) -> None:
+    x = leaf()
+    outs = loop(trio, x)
+    half = loop(trio, x, 3)
+    losses = [torch.stack(outs).prod(0).sum(), torch.stack(half).prod(0).sum()]
+
+    def backward(loss: torch.Tensor) -> None:
+        for _ in range(4):
+            loss.backward(retain_graph=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(backward, loss) for loss in losses]:
+            future.result(60)
+    copy = leaf()
+    expected = [copy]
+    for _ in range(8):
+        expected.append(trio.oracle_call("a", "recur", expected[-1]))
+    again = [copy]
+    for _ in range(3):
+        again.append(trio.oracle_call("a", "recur", again[-1]))
+    (4 * (torch.stack(expected).prod(0).sum() + torch.stack(again).prod(0).sum())).backward()
+    assert_close(x.grad, copy.grad, "x")
+    trio.check_parameters()
+
+
+def test_a_chain_lets_go_of_everything(local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf) -> None:
+    trio, workers = local_trio
+    for _ in range(3):
+        torch.stack(loop(trio, leaf())).sum().backward()
+        trio.a.detach_kept()
+    store, here = workers["a"]._node.participant.store, gw.current_context()._node.participant.store
+    give_up_at = time.monotonic() + LET_GO_WITHIN
+    while store._results or here._arguments or here._reaches:
+        assert time.monotonic() < give_up_at, (store._results, here._arguments, here._reaches)
+        time.sleep(0.01)
+    check_nothing_is_held(workers)

@@ -1,0 +1,173 @@
+"""Two processes of one host go around the network, where nothing lies between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from tests.faults.proxy import FaultyProxy
+from tests.integration.conftest import Launch
+from tests.integration.daemons import DEADLINE
+
+import gradwire as gw
+from gradwire.transport import MeetingPoint, same_host
+
+MIB = 1 << 20
+
+SERVED = """
+import torch
+import gradwire_server as gws
+
+@gws.expose
+def double(x):
+    return 2 * x
+
+kept = []
+
+@gws.expose
+def keep(x):
+    kept.append(x)
+    return len(kept)
+"""
+
+
+def segments_of(process: int | str) -> int:
+    """How many segments a process has mapped."""
+    maps = Path(f"/proc/{process}/maps").read_text()
+    return maps.count("/memfd:gradwire")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_large_tensors_cross_in_memory_that_is_used_again(launch: Launch) -> None:
+    daemon = launch(SERVED)
+    with gw.connect(daemon.address) as worker:
+        for step in range(50):
+            x = torch.full((MIB,), float(step))
+            assert torch.equal(worker.double(x), 2 * x)
+        assert 2 <= segments_of("self") <= 8
+        assert worker.traffic().total > 50 * 2 * 4 * MIB
+    wait_until(lambda: segments_of("self") == 0 and segments_of(daemon.process.pid) == 0)
+
+
+def test_received_tensors_stay_as_they_are(launch: Launch) -> None:
+    daemon = launch(SERVED)
+    with gw.connect(daemon.address) as worker:
+        received = [worker.double(torch.full((MIB,), float(step))) for step in range(20)]
+        received[3] += 1  # the receiver's own
+        for step, y in enumerate(received):
+            assert torch.equal(y, torch.full((MIB,), 2.0 * step + (step == 3)))
+    # They outlive the link, too.
+    assert torch.equal(received[7], torch.full((MIB,), 14.0))
+
+
+def test_gradients_are_exact(launch: Launch) -> None:
+    daemon = launch(SERVED)
+    x = torch.rand(MIB, requires_grad=True)
+    with gw.connect(daemon.address) as worker:
+        for _ in range(5):
+            x.grad = None
+            (worker.double(x) * x).sum().backward()
+            assert torch.equal(x.grad, 4 * x.detach())
+
+
+def test_many_sizes_and_threads_at_once(launch: Launch) -> None:
+    daemon = launch(SERVED)
+
+    def check(number: int) -> bool:
+        x = torch.full((1 + (number * 7919) % (2 * MIB),), float(number))
+        return torch.equal(worker.double(x), 2 * x)
+
+    with gw.connect(daemon.address) as worker, ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, range(200)))
+
+
+def test_off_by_either_end(launch: Launch) -> None:
+    daemon, closed = launch(SERVED), launch(SERVED, "--no-same-host")
+    x = torch.rand(MIB)
+    with gw.connect(daemon.address, same_host=False) as worker, gw.connect(closed.address) as other:
+        assert torch.equal(worker.double(x), 2 * x)
+        assert torch.equal(other.double(x), 2 * x)
+        assert segments_of("self") == 0
+
+
+def test_not_around_a_proxy(launch: Launch) -> None:
+    daemon = launch(SERVED)
+    proxy = FaultyProxy(daemon.address)
+    proxy.active = False
+    x = torch.rand(MIB)
+    with proxy.running(), gw.connect(proxy.address) as worker:
+        assert torch.equal(worker.double(x), 2 * x)
+        assert segments_of("self") == 0
+
+
+def test_without_room_tensors_go_over_the_socket(launch: Launch) -> None:
+    daemon = launch(SERVED, "--max-shared-bytes", "4MiB")
+    with gw.connect(daemon.address) as worker:
+        x = torch.rand(4 * MIB)
+        for _ in range(3):
+            assert torch.equal(worker.double(x), 2 * x)
+        small = torch.rand(MIB // 2)
+        assert torch.equal(worker.double(small), 2 * small)
+
+
+def test_nothing_is_left_of_a_worker_that_was_killed(launch: Launch) -> None:
+    daemon = launch(SERVED)
+    worker = gw.connect(daemon.address, lost_after=1.0)
+    kept = worker.double(torch.ones(MIB))
+    assert segments_of("self") > 0
+    os.kill(daemon.process.pid, signal.SIGKILL)
+    with pytest.raises(gw.WorkerLost):
+        worker.double(torch.ones(MIB))
+    assert torch.equal(kept, torch.full((MIB,), 2.0))
+    del kept
+    wait_until(lambda: segments_of("self") == 0)
+    worker.close()
+
+
+def test_a_stopped_worker_is_lost_and_a_woken_one_is_found_again(launch: Launch) -> None:
+    daemon = launch(SERVED)
+    worker = gw.connect(daemon.address, lost_after=1.0)
+    assert worker.double(1) == 2
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(gw.WorkerLost):
+            worker.double(2)
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+    assert worker.double(torch.ones(MIB)).sum() == 2 * MIB
+    worker.close()
+
+
+def test_a_stranger_gets_nowhere() -> None:
+    met: list[object] = []
+    point = MeetingPoint.open(lambda purpose, connection: met.append((purpose, connection.close())))
+    assert point is not None
+    try:
+        offer = point.offer("purpose", "unix:")
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(f"\0{offer.socket}")
+            stranger.sendall(bytes(len(offer.token)))
+            stranger.settimeout(DEADLINE)
+            assert stranger.recv(1) == b""
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(f"\0{offer.socket}")
+        assert met == []
+        assert same_host.meet(offer, "unix:x") is None  # closed without a word: no meeting
+        wait_until(lambda: met == [("purpose", None)])
+        assert same_host.meet(offer, "unix:x") is None  # it is good once
+        assert len(met) == 1
+    finally:
+        point.close()

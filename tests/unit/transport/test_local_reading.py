@@ -1,0 +1,185 @@
+"""Who reads a local connection, and that somebody always does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gradwire.errors import DeadlineExceeded
+from gradwire.transport import Pending, Received
+from gradwire.transport.local_reading import Reading
+
+SECONDS = 20.0
+
+
+class Line:
+    """A connection on which each byte is a frame."""
+
+    has_more = False
+
+    def __init__(self) -> None:
+        self.far, self._near = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self._near.fileno()
+
+    def __next__(self) -> bytes:
+        data = self._near.recv(1)
+        if not data:
+            raise StopIteration
+        return data
+
+
+class Desk:
+    """Settles the question that a frame names, and notes which thread did."""
+
+    def __init__(self) -> None:
+        self.pendings: dict[bytes, Pending] = {}
+        self.threads: list[str] = []
+        self.work: Callable[[], None] = lambda: None
+        self.reading: Reading | None = None
+
+    def receive(self, frame: bytes) -> None:
+        self.threads.append(threading.current_thread().name)
+        if frame in self.pendings:
+            self.pendings[frame].settle(Received(frame))
+        elif self.reading is not None and self.reading.may_run_here():
+            self.work()
+
+    def ask(self, frame: bytes) -> Pending:
+        pending = self.pendings[frame] = Pending()
+        return pending
+
+
+@contextmanager
+def open_line(desk: Desk, *, gives_way: bool) -> Iterator[tuple[Line, Reading]]:
+    line = Line()
+    reading = desk.reading = Reading(line, desk.receive, gives_way=gives_way)
+    thread = threading.Thread(target=reading.run, name="keeper")
+    thread.start()
+    try:
+        yield line, reading
+    finally:
+        line.far.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        line._near.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+
+
+def exchange(line: Line, reading: Reading, desk: Desk, frame: bytes) -> None:
+    pending = desk.ask(frame)
+    answering = threading.Timer(0.0, line.far.send, [frame])
+    answering.start()
+    reading.read_for(pending)
+    assert pending.result(SECONDS).body == frame
+    answering.join()
+
+
+def test_one_who_asks_again_and_again_reads_the_answers_itself() -> None:
+    desk = Desk()
+    with open_line(desk, gives_way=True) as (line, reading):
+        for _ in range(200):
+            exchange(line, reading, desk, b"a")
+    assert desk.threads.count(threading.current_thread().name) > 0
+
+
+def test_what_comes_unasked_is_read_soon_after() -> None:
+    desk = Desk()
+    with open_line(desk, gives_way=True) as (line, reading):
+        for number in range(20):
+            exchange(line, reading, desk, b"a")
+            line.far.send(b"b")
+            eventually(lambda number=number: len(desk.threads) == 2 * number + 2)  # type: ignore[misc]
+
+
+def test_a_deadline_ends_the_wait_of_the_one_who_reads() -> None:
+    desk = Desk()
+    with open_line(desk, gives_way=True) as (line, reading):
+        for _ in range(5):
+            exchange(line, reading, desk, b"a")
+            late = desk.ask(b"z")
+            threading.Timer(0.01, late.settle, [DeadlineExceeded("too late")]).start()
+            reading.read_for(late)
+            with pytest.raises(DeadlineExceeded):
+                late.result(SECONDS)
+
+
+def test_many_who_wait_all_get_their_answers() -> None:
+    desk = Desk()
+
+    def ask_often(reading: Reading, line: Line, frame: bytes) -> None:
+        for _ in range(100):
+            pending = desk.ask(frame)
+            line.far.send(frame)
+            reading.read_for(pending)
+            assert pending.result(SECONDS).body == frame
+            done.append(frame)
+
+    done: list[bytes] = []
+    with open_line(desk, gives_way=True) as (line, reading):
+        threads = [
+            threading.Thread(target=ask_often, args=(reading, line, bytes([number]))) for number in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert len(done) == 800
+
+
+def test_the_end_is_noticed_by_the_one_who_reads() -> None:
+    desk = Desk()
+    line = Line()
+    reading = Reading(line, desk.receive, gives_way=True)
+    keeper = threading.Thread(target=reading.run)
+    keeper.start()
+    pending = desk.ask(b"never")
+    threading.Timer(0.02, line.far.close).start()
+    reading.read_for(pending)
+    keeper.join(SECONDS)
+    assert not keeper.is_alive()
+    assert not pending.done()  # whoever keeps the link tells it
+    reading.read_for(pending)  # returns at once
+    line._near.close()
+
+
+def test_another_stands_in_for_one_who_is_occupied() -> None:
+    desk = Desk()
+    occupied, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        desk.work = lambda: None
+        occupied.set()
+        assert release.wait(SECONDS)
+
+    desk.work = work
+    with open_line(desk, gives_way=False) as (line, _):
+        line.far.send(b"w")
+        assert occupied.wait(SECONDS)
+        for number in range(1, 6):
+            line.far.send(b"x")
+            eventually(lambda number=number: len(desk.threads) == 1 + number)  # type: ignore[misc]
+        assert "keeper" not in desk.threads[1:]
+        release.set()
+    eventually(lambda: not any(thread.name == "gradwire-stand-in" for thread in threading.enumerate()))
+
+
+def test_no_descriptor_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    desk = Desk()
+    with open_line(desk, gives_way=True) as (line, reading):
+        exchange(line, reading, desk, b"a")
+    assert len(os.listdir("/proc/self/fd")) == before

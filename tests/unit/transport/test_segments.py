@@ -1,0 +1,147 @@
+"""Shared memory between two ends: used again only when nothing looks at it any more, and never trusted."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from gradwire.errors import MalformedMessage
+from gradwire.transport import segments
+from gradwire.transport.segments import Borrowed, Lent
+
+MIB = 1 << 20
+
+
+class Pair:
+    """A lender and a borrower, without a socket between."""
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self.lent = Lent(max_bytes)
+        self.unused: list[int] = []
+        self.borrowed = Borrowed(max_bytes, self.unused.append)
+
+    def pass_on(self, content: bytes) -> tuple[int, segments.Buffer]:
+        """The segment's id, and what the borrower sees."""
+        segment = self.lent.take(len(content))
+        assert segment is not None
+        if segment.descriptor is not None:
+            self.borrowed.map(segment.id, segment.size, os.dup(segment.descriptor))
+            segment.close_descriptor()
+        segment.write(0, memoryview(content))
+        return segment.id, self.borrowed.use(segment.id, len(content))
+
+    def settle(self) -> None:
+        gc.collect()
+        self.lent.give_back(self.unused)
+        self.unused.clear()
+
+
+def test_what_was_written_is_seen_and_the_segment_is_used_again() -> None:
+    pair = Pair()
+    first, seen = pair.pass_on(b"a" * MIB)
+    assert seen.tobytes() == b"a" * MIB
+    del seen
+    pair.settle()
+    second, seen = pair.pass_on(b"b" * (MIB - 5))
+    assert second == first
+    assert seen.tobytes() == b"b" * (MIB - 5)
+
+
+@pytest.mark.parametrize(
+    "view_of",
+    [
+        lambda seen: seen,
+        lambda seen: seen[5:10],
+        lambda seen: seen.view(np.float32)[1:],
+        lambda seen: torch.from_numpy(seen),
+        lambda seen: torch.from_numpy(seen).view(torch.float32)[3:7],
+        lambda seen: torch.from_numpy(seen[:64]).untyped_storage(),
+        lambda seen: memoryview(seen)[3:],
+    ],
+)
+def test_any_view_keeps_the_segment(view_of: object) -> None:
+    pair = Pair()
+    id, seen = pair.pass_on(b"a" * MIB)
+    view = view_of(seen)  # type: ignore[operator]
+    del seen
+    gc.collect()
+    assert pair.unused == []
+    other, _ = pair.pass_on(b"b" * MIB)
+    assert other != id
+    del view
+    gc.collect()
+    assert id in pair.unused
+
+
+def test_room_is_limited_over_all_links_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_total", segments._Total())
+    one, other = Pair(8 * MIB), Pair(8 * MIB)
+    taken = [one.lent.take(2 * MIB) for _ in range(3)]
+    assert all(taken)
+    assert other.lent.take(2 * MIB) is not None
+    assert other.lent.take(1) is None
+    one.lent.close()
+    assert other.lent.take(1) is not None
+    other.lent.close()
+
+
+def test_idle_segments_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    id, seen = pair.pass_on(b"a" * MIB)
+    monkeypatch.setattr(segments, "_IDLE_SECONDS", 0.0)
+    assert pair.lent.trim() == []  # it is in use
+    del seen
+    pair.settle()
+    assert pair.lent.trim() == [id]
+    pair.borrowed.drop([id])
+    with pytest.raises(MalformedMessage):
+        pair.borrowed.use(id, 1)
+
+
+def test_what_was_received_outlives_the_link() -> None:
+    pair = Pair()
+    id, seen = pair.pass_on(b"a" * MIB)
+    pair.borrowed.drop([id])
+    pair.lent.close()
+    del pair
+    gc.collect()
+    assert seen.tobytes() == b"a" * MIB
+
+
+def test_a_segment_is_not_filled_while_it_is_in_use() -> None:
+    pair = Pair()
+    id, seen = pair.pass_on(b"a" * MIB)
+    with pytest.raises(MalformedMessage, match="in use"):
+        pair.borrowed.use(id, MIB)
+    with pytest.raises(MalformedMessage, match="no such room"):
+        pair.borrowed.use(id + 1, 1)
+    del seen
+    gc.collect()
+    with pytest.raises(MalformedMessage, match="no such room"):
+        pair.borrowed.use(id, 2 * MIB)
+    with pytest.raises(MalformedMessage, match="not lent"):
+        pair.lent.give_back([99])
+
+
+def test_memory_that_could_be_cut_short_is_refused() -> None:
+    borrowed = Borrowed(1 << 30, lambda _: None)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, MIB)
+    with pytest.raises(MalformedMessage, match="sealed"):
+        borrowed.map(1, MIB, unsealed)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(unsealed)  # it was closed
+    with pytest.raises(MalformedMessage, match="sealed"):
+        borrowed.map(1, MIB, os.open("/dev/zero", os.O_RDWR))
+    segment = Lent(1 << 30).take(MIB)
+    assert segment is not None
+    assert segment.descriptor is not None
+    with pytest.raises(MalformedMessage, match="sealed"):
+        borrowed.map(1, 2 * MIB, os.dup(segment.descriptor))
+    with pytest.raises(MalformedMessage, match="not wanted"):
+        borrowed.map(1, 1 << 31, os.dup(segment.descriptor))
+    segment.close_descriptor()
