@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow bench soak lint format types protos protos-check dist check up down clean
+.PHONY: help install demo test test-slow bench bench-shaped bench-growth soak lint format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,8 +23,9 @@ $(INSTALLED): pyproject.toml constraints.txt scripts/install
 demo: $(INSTALLED) ## train a model split over two workers on this machine, and compare with one process
 	@$(BIN)/python examples/demo.py $(ARGS)
 
+# All of them in several processes, since most of the time is waiting; some of them in one, which starts sooner.
 test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 4 --dist loadscope)
 
 test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, many kills
 	@$(BIN)/python -m pytest -m slow $(ARGS)
@@ -32,8 +33,14 @@ test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, 
 soak: $(INSTALLED) ## everything at once with faults at random, for SECONDS=120; ARGS="--seed 7"
 	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
 
-bench: $(INSTALLED) ## measure calls between two processes on this machine
+bench: $(INSTALLED) ## measure gradwire beside TensorPipe on this machine; ARGS="--quick", ARGS="--rows 1,6,7"
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-shaped: $(INSTALLED) ## measure steps over a line of 100 Mbit/s with each codec; as root, with real shaping
+	@$(BIN)/python -m benchmarks.shaped $(ARGS)
+
+bench-growth: $(INSTALLED) ## measure how the time of a step grows with what is in it; ARGS="--quick"
+	@$(BIN)/python -m benchmarks.growth $(ARGS)
 
 lint: $(INSTALLED) ## ruff, formatting and the import contracts between the layers
 	@$(BIN)/ruff check .
@@ -56,7 +63,7 @@ protos-check: ## fail if the committed generated code is not what protos/ genera
 dist: $(INSTALLED) ## build the sdist and the wheel into dist/
 	@$(BIN)/python -m build --outdir dist .
 
-check: lint types protos-check test ## everything that CI runs
+check: lint types protos-check test soak ## everything that CI runs
 
 up: ## build the image, run two workers and the demo client in containers
 	$(COMPOSE) up --build --abort-on-container-exit --exit-code-from client

@@ -1,1 +1,1 @@
-"""Measurements of gradwire: ``python -m benchmarks``."""
+"""Measurements of gradwire beside ``torch.distributed.rpc``: ``python -m benchmarks``."""

@@ -1,102 +1,110 @@
-"""Measures calls between two real processes on this machine, and prints medians and quartiles.
+"""Measures gradwire beside torch.distributed.rpc (TensorPipe), in turns, in real processes on this machine.
 
-Absolute times say little on a busy machine: compare rows of one run, which are measured in turns.
+Absolute times say little on a busy machine; the ratios of one run do.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
-import gradwire as gw
+from benchmarks.cases import CASES, Case
+from benchmarks.chart import draw
+from benchmarks.comparing import compare
+from benchmarks.contenders import CONTENDERS
+from benchmarks.machine import facts
+from benchmarks.measuring import Plan, measure
+from benchmarks.members import MemberFailed
+from benchmarks.report import print_report, write_json
 
-HERE = Path(__file__).resolve().parent
-
-
-@contextmanager
-def worker_process() -> Iterator[str]:
-    """A daemon that serves `served.py`; its address."""
-    command = [sys.executable, "-m", "gradwire_server.cli", "serve", "served"]
-    options = ["--bind", "127.0.0.1:0", "--torch-threads", "1", "--log-format", "json"]
-    process = subprocess.Popen([*command, *options], cwd=HERE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            event = json.loads(line)
-            if event.get("event") == "ready":
-                yield event["addresses"][0]
-                break
-        else:
-            raise RuntimeError("the worker did not start")
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+RESULTS = Path(__file__).resolve().parent / "results"
+TABLE_WIDTH = 140
+"""Of the tables, where there is no terminal that has a width of its own."""
+QUICK_SHARE = 0.25
+"""Of the turns, and of the operations in a turn, where there is little time."""
 
 
-def rows(worker: gw.RemoteWorker) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is measured: a name, what to do once, and how many times in one turn."""
-    small = torch.ones(16)
-    leaf = torch.ones(16, requires_grad=True)
-    weight = torch.ones(16, requires_grad=True)
-    large = torch.ones(4 << 20)
-
-    def forward_and_backward() -> None:
-        worker.scale(leaf).sum().backward()
-
-    def locally() -> None:
-        torch.tanh(leaf * weight).sum().backward()
-
-    def many_in_flight() -> None:
-        for future in [worker.call_async("echo", small) for _ in range(100)]:
-            future.result()
-
-    return {
-        "ping": (worker.ping, 50),
-        "call, 16 floats there and back": (lambda: worker.echo(small), 50),
-        "100 such calls in flight": (many_in_flight, 2),
-        "forward + backward, 16 floats": (forward_and_backward, 25),
-        "the same without a network": (locally, 25),
-        "echo of 16 MiB": (lambda: worker.echo(large), 1),
-    }
-
-
-def measure(turns: int) -> dict[str, list[float]]:
-    """Seconds for one of each, in turns."""
-    times: dict[str, list[float]] = {}
-    with worker_process() as address, gw.connect(address) as worker:
-        todo = rows(worker)
-        for turn in range(turns + 1):
-            for name, (once, repeat) in todo.items():
-                begun = time.perf_counter()
-                for _ in range(repeat):
-                    once()
-                if turn:  # the first one warms up
-                    times.setdefault(name, []).append((time.perf_counter() - begun) / repeat)
-    return times
-
-
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--turns", type=int, default=30, help="how often each row is measured")
-    turns = parser.parse_args().turns
-    torch.set_num_threads(1)
-    table = Table("what", "median", "quartiles", title="times of one, in µs")
-    for name, seconds in measure(turns).items():
-        low, middle, high = (1e6 * quartile for quartile in statistics.quantiles(seconds, n=4))
-        table.add_row(name, f"{middle:,.0f}", f"{low:,.0f} – {high:,.0f}")
-    Console().print(table)
+    parser.add_argument("--quick", action="store_true", help="fewer turns, up to 64 MB")
+    parser.add_argument("--rows", type=_rows, default=None, help="only these rows, e.g. 1,6,7")
+    parser.add_argument("--contenders", type=_contenders, default=None, help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--repetitions", type=_positive, default=None, help="turns of each contender")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="JSON file to write, with a chart beside it; by default results/benchmark.json for a whole run "
+        "and results/partial.json for any other",
+    )
+    return parser.parse_args()
+
+
+def _rows(text: str) -> set[int]:
+    rows, known = {int(row) for row in text.split(",")}, {case.row for case in CASES.values()}
+    if not rows <= known:
+        raise argparse.ArgumentTypeError(f"rows are {min(known)} to {max(known)}")
+    return rows
+
+
+def _contenders(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(CONTENDERS):
+        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))} among {', '.join(CONTENDERS)}")
+    return names
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _is_wanted(case: Case, options: argparse.Namespace) -> bool:
+    return (options.rows is None or case.row in options.rows) and (case.is_quick or not options.quick)
+
+
+def main() -> int:
+    options = parse()
+    progress = Console(stderr=True)
+    console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
+    plan = Plan(
+        cases=[case for case in CASES.values() if _is_wanted(case, options)],
+        contenders=[CONTENDERS[name] for name in options.contenders or CONTENDERS],
+        turns=options.repetitions,
+        share=QUICK_SHARE if options.quick else 1.0,
+    )
+    is_whole = not (options.quick or options.rows or options.contenders)
+    output = options.output or RESULTS / ("benchmark.json" if is_whole else "partial.json")
+    machine = facts()
+    begun = time.monotonic()
+
+    def say(what: str) -> None:
+        progress.print(f"[dim]{time.monotonic() - begun:5.0f} s  {what}[/]", highlight=False)
+
+    # As Ctrl-C does: all processes are ended on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        results = measure(plan, say)
+    except MemberFailed as error:
+        progress.print(str(error), style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        progress.print("interrupted")
+        return 130
+    comparisons = compare(results)
+    print_report(console, results, comparisons)
+    write_json(output, machine, results, comparisons)
+    draw(output.with_suffix(".png"), machine, comparisons)
+    say(f"wrote {output} and {output.with_suffix('.png').name}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The work of the far side, in plain PyTorch: the same for every contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 256
+"""Features per token of the transformer."""
+HEADS = 4
+MLP_WIDTH = 32
+
+
+def echo(x: Tensor) -> Tensor:
+    """Returns its argument."""
+    return x
+
+
+def scale(x: Tensor) -> Tensor:
+    """A little work with a gradient."""
+    return torch.tanh(x * 0.5)
+
+
+def double(x: Tensor) -> Tensor:
+    """Elementwise and cheap, so that moving a large tensor is most of what a call costs."""
+    return x * 2.0
+
+
+def consume(x: Tensor) -> float:
+    """Takes a large tensor and answers with a number."""
+    return float(x[0]) + float(x[-1])
+
+
+class Mlp(nn.Module):
+    """A small model; its seed makes the parameters the same everywhere."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(
+            nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Tanh(), nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Tanh()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class TransformerLayers(nn.Module):
+    """Some layers of a transformer, without dropout so that every contender computes the same."""
+
+    def __init__(self, seed: int, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {f.__name__: f for f in (echo, scale, double, consume)}
+
+MODULES: dict[str, type[nn.Module]] = {m.__name__: m for m in (Mlp, TransformerLayers)}

@@ -1,0 +1,1 @@
+"""How the cost of a step grows: ``python -m benchmarks.growth``."""

@@ -1,0 +1,95 @@
+"""``python -m benchmarks``, as a person runs it: a small part, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+END_SECONDS = 60.0
+
+
+@contextmanager
+def benchmark(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "benchmarks", "--output", str(tmp_path / "out.json"), *arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_run_prints_the_ratios_and_writes_them(tmp_path: Path) -> None:
+    with benchmark(tmp_path, "--quick", "--rows", "2", "--repetitions", "2") as process:
+        out, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "targets met" in out
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["machine"]["cores"] == os.cpu_count()
+    measured = {one["contender"]: one for one in document["measurements"]}
+    assert set(measured) == {"gradwire", "tensorpipe", "local"}
+    [ratio] = document["comparisons"]
+    turns = zip(measured["gradwire"]["turn_medians"], measured["tensorpipe"]["turn_medians"], strict=True)
+    assert ratio["ratio"] == pytest.approx(sum(ours / theirs for ours, theirs in turns) / 2)
+    assert ratio["met"] == (ratio["ratio"] <= ratio["target"])
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    with benchmark(tmp_path, "--rows", "1", "--repetitions", "100000") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "small call" in line:
+                break
+        members = descendants(process.pid)
+        assert len(members) >= 4  # two trainers, two workers, and what started them
+        process.send_signal(number)
+        process.communicate(timeout=END_SECONDS)
+        assert process.returncode == (-number if number is signal.SIGKILL else 130)
+    give_up_at = time.monotonic() + END_SECONDS
+    while left := [pid for pid in members if is_alive(pid)]:
+        assert time.monotonic() < give_up_at, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+def test_a_row_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with benchmark(tmp_path, "--rows", "13") as process:
+        _, errors = process.communicate(timeout=END_SECONDS)
+    assert process.returncode == 2
+    assert "rows are 1 to 12" in errors
+
+
+def descendants(pid: int) -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it ended meanwhile
+    found, fresh = [], [pid]
+    while fresh:
+        fresh = [child for child, parent in parents.items() if parent in fresh]
+        found += fresh
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
