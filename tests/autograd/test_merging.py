@@ -410,20 +410,27 @@ def test_a_request_that_comes_when_a_run_is_about_to_wait(
 ) -> None:
     """It is not answered before what it brings has run."""
     trio, _ = local_trio
-    raced: set[object] = set()
-    has_come = holding.HeldRun._has_come
+    about_to_wait: list[threading.Event] = []
+    start, has_come = holding.HeldRun.start, holding.HeldRun._has_come
+
+    def start_and_let_it_wait(self: holding.HeldRun, work: Callable[[], None]) -> None:
+        about_to_wait.append(threading.Event())
+        start(self, work)
+        assert about_to_wait[-1].wait(LET_GO_WITHIN)
 
     def let_it_come_now(self: holding.HeldRun, id: Any) -> bool:
         found = has_come(self, id)
-        if not found and self.id not in raced:
-            raced.add(self.id)
+        if not about_to_wait[-1].is_set():
+            assert not found
+            about_to_wait[-1].set()
             with self._changed:
                 assert self._changed.wait_for(lambda: self._asked, LET_GO_WITHIN)
         return found
 
+    monkeypatch.setattr(holding.HeldRun, "start", start_and_let_it_wait)
     monkeypatch.setattr(holding.HeldRun, "_has_come", let_it_come_now)
     trio.check(each_from_the_one_before, leaf())
-    assert raced
+    assert about_to_wait
 
 
 def test_an_error_of_the_caller_in_the_middle(

@@ -166,7 +166,10 @@ class HeldRun:
         del work  # and the graph with it, before anybody is answered
         self._run.held = None
         self._participant.held.pop(self.id, None)
-        self._answer(failure, is_over=True)
+        with self._changed:
+            self._is_over = True
+            asked = self._take_asked()
+        self._answer(asked, failure)
 
     def ask(self, items: Items, exchange: Exchange) -> tuple[Sequence[tuple[MessageId, Gradients]], bool]:
         """Adds gradients. Returns when all that follows from them is done: the contributions, and whether
@@ -198,7 +201,10 @@ class HeldRun:
         task = find_task(torch._C._current_graph_task_id())
         if task is not None:
             task.settle()
-        self._answer(None, is_over=False)
+        with self._changed:
+            # What came meanwhile has not run yet, so it is not answered.
+            asked = [] if self._has_come(id) else self._take_asked()
+        self._answer(asked, None)
         while not self._has_come(id):
             with self._changed:
                 self._changed.wait_for(lambda: self._has_come(id), _CHECK_SECONDS)
@@ -224,14 +230,16 @@ class HeldRun:
             self._changed.notify_all()
         self.exchange.cancel()
 
-    def _answer(self, failure: BaseException | None, *, is_over: bool) -> None:
-        """Answers all requests so far."""
-        with self._changed:
-            asked, self._asked = self._asked, []
-            self._is_over = is_over
-        contributions, self._run.contributions = self._run.contributions, []
+    def _take_asked(self) -> list[_Asked]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def _answer(self, asked: Sequence[_Asked], failure: BaseException | None) -> None:
+        """Answers requests: the first one gets all contributions so far."""
+        if not asked:
+            return
+        asked[0].contributions, self._run.contributions = self._run.contributions, []
         for one in asked:
-            one.contributions, contributions = contributions, []
             one.failure = failure
-            one.is_held = not is_over
+            one.is_held = not self._is_over
             one.answered.set()
