@@ -19,6 +19,7 @@ from functools import partial
 
 from gradwire import errors
 from gradwire._scope import Scope, current_scope, deadline, entered
+from gradwire._threads import keep_to_torch_threads
 from gradwire.autograd import ContextId, Participant, serve_cleanup, serve_propagate
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import Exchange, GrpcLink, Handler, Identity, Link, LinkSettings, faults
@@ -97,6 +98,7 @@ class Node:
     ) -> None:
         """Does work in the scope of a question. Whatever it raises becomes the answer."""
         scope = Scope(self, exchange, exchange.deadline, around_wait=around_wait)
+        keep_to_torch_threads()
         try:
             with entered(scope):
                 exchange.begin()

@@ -19,6 +19,7 @@ from gradwire._node import current_node
 from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, entered
 from gradwire._stepping import Rehearsal, values_of
+from gradwire._threads import keep_to_torch_threads
 from gradwire._workers import RemoteWorker
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
 from gradwire.nn import RemoteParameters
@@ -268,6 +269,7 @@ def uninterrupted(work: Callable[[], None]) -> KeyboardInterrupt | None:
     grad_enabled = torch.is_grad_enabled()
 
     def do() -> None:
+        keep_to_torch_threads()
         with torch.set_grad_enabled(grad_enabled):
             work()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.conftest import Workers
 
 import gradwire as gw
@@ -29,6 +30,36 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("same_host", [True, False], ids=["same host", "network"])
+def test_every_thread_keeps_to_the_number_that_torch_was_told(same_host: bool) -> None:
+    """Else a matrix product would use more cores on some, and add in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        torch.manual_seed(0)
+        inputs, weights = torch.randn(64, 128), torch.randn(10, 128, requires_grad=True)
+        (inputs @ weights.t()).cos().sum().backward()
+        threads: set[int] = set()
+
+        def product(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            threads.add(threading.get_ident())
+            time.sleep(0.01)  # so that several are needed
+            return inputs @ weights.t()
+
+        with gws.Worker(product) as worker:
+            handle = gw.connect(worker.address, same_host=same_host)
+            for _ in range(3):
+                arguments = [weights.detach().clone().requires_grad_() for _ in range(8)]
+                futures = [handle.call_async("product", inputs, argument) for argument in arguments]
+                torch.stack([future.result() for future in futures]).cos().sum().backward()
+                for argument in arguments:
+                    assert torch.equal(argument.grad, weights.grad)
+            handle.close()
+        assert len(threads) > 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_worker_that_has_stopped_leaves_no_thread() -> None:
