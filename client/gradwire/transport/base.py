@@ -43,6 +43,10 @@ Buffer = npt.NDArray[np.uint8]
 
 log = logging.getLogger("gradwire.link")
 
+_CANCELLED = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
+_SETTLED = (*_CANCELLED, "FINISHED")
+"""The states of a `concurrent.futures.Future` with an outcome."""
+
 
 def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
     """Calls all of them; one that fails is logged and keeps no other from being called."""
@@ -151,6 +155,14 @@ class Pending(Future[Any]):
     room that it lacks is waiting for."""
     abandon: Callable[[], None] | None = None
     """Set by the link: tells the other end that nobody waits any more."""
+
+    # `Future` takes its lock for these, which a state that only ever goes one way does not need.
+
+    def done(self) -> bool:
+        return self._state in _SETTLED
+
+    def cancelled(self) -> bool:
+        return self._state in _CANCELLED
 
     def cancel(self) -> bool:
         with self._condition:

@@ -78,9 +78,11 @@ class Conversation(Link):
         self.peer = peer
         self.settings = settings
         self.peer_max_message_bytes = settings.max_message_bytes
+        self._max_frame_bytes = settings.max_frame_bytes
         self._handler = handler
         self._lock = threading.RLock()
         self._delivered = threading.Condition(self._lock)
+        self._delivery_is_awaited = False
         self._streams: Streams | None = None
         self._asked: dict[int, Asked] = {}
         self._resting = Resting(self._ask)
@@ -135,7 +137,8 @@ class Conversation(Link):
             id = next(self._request_ids)
             self._asked[id] = asked
             asked.pending.abandon = partial(self._withdraw, id, None)
-            self._start_timer(asked, partial(self._withdraw, id))
+            if asked.deadline is not None:
+                self._start_timer(asked, asked.deadline, partial(self._withdraw, id))
             if self._streams is not None:
                 self._send_question(self._streams, id, asked)
         self._flush()
@@ -143,18 +146,18 @@ class Conversation(Link):
             # It was cancelled before it knew whom to tell.
             self._withdraw(id, None)
 
-    def _start_timer(self, asked: Asked, give_up: Callable[[GradwireError], None]) -> None:
+    def _start_timer(self, asked: Asked, deadline: float, give_up: Callable[[GradwireError], None]) -> None:
         asked.stop_timer()
-        if asked.deadline is not None:
-            left = max(asked.deadline - time.monotonic(), 0.0)
-            message = f"{self.peer} did not answer within {round(asked.timeout or 0.0, 3):g} s"
-            error = DeadlineExceeded(message, worker=str(self.peer))
-            asked.timer = call_later(left, partial(give_up, error))
+        left = max(deadline - time.monotonic(), 0.0)
+        message = f"{self.peer} did not answer within {round(asked.timeout or 0.0, 3):g} s"
+        error = DeadlineExceeded(message, worker=str(self.peer))
+        asked.timer = call_later(left, partial(give_up, error))
 
     def _keep_back(self, asked: Asked) -> None:
         """There are too many bytes in flight for it now."""
         asked.pending.abandon = partial(self._leave_window, asked)
-        self._start_timer(asked, partial(self._give_up_kept_back, asked))
+        if asked.deadline is not None:
+            self._start_timer(asked, asked.deadline, partial(self._give_up_kept_back, asked))
 
     def _give_up_kept_back(self, asked: Asked, error: GradwireError) -> None:
         self._leave_window(asked)
@@ -174,7 +177,9 @@ class Conversation(Link):
                 f"a message body of {len(body)} bytes exceeds the limit of {self.settings.max_body_bytes} "
                 "bytes; pass large data as tensors, which travel beside it in chunks"
             )
-        size = len(body) + sum(len(attachment.view) for attachment in attachments)
+        size = len(body)
+        for attachment in attachments:
+            size += len(attachment.view)
         if size > self.peer_max_message_bytes:
             raise ResourceExhausted(
                 f"a message of {size} bytes exceeds the limit of {self.peer_max_message_bytes} bytes "
@@ -223,35 +228,40 @@ class Conversation(Link):
         left = 0.0
         if asked.deadline is not None:
             left = max(asked.deadline - time.monotonic(), 1e-3)
-        request = link_pb2.Request(
-            id=id,
-            method=asked.method,  # type: ignore[arg-type]
-            body=asked.body,
-            timeout_seconds=left,
-            transfers=self._send_attachments(streams, asked.attachments, (False, id)),
-        )
-        self._send(streams, link_pb2.Frame(request=request))
+        envelope = self._new_envelope()
+        request = envelope.frames.add().request
+        request.id = id
+        request.method = asked.method  # type: ignore[assignment]
+        request.body = asked.body
+        if left:
+            request.timeout_seconds = left
+        if asked.attachments:
+            request.transfers.extend(self._send_attachments(streams, asked.attachments, (False, id)))
+        streams.control.put(envelope.SerializeToString())
 
     def _send_answer(self, served: Served) -> None:
         streams = self._streams
         if streams is None or served.answer is None:
             return
         outcome, attachments = served.answer
-        reply = link_pb2.Reply(
-            id=served.id, transfers=self._send_attachments(streams, attachments, (True, served.id))
-        )
+        envelope = self._new_envelope()
+        reply = envelope.frames.add().reply
+        reply.id = served.id
+        if attachments:
+            reply.transfers.extend(self._send_attachments(streams, attachments, (True, served.id)))
         if isinstance(outcome, bytes):
             reply.body = outcome
         else:
             reply.error.CopyFrom(outcome)
-        self._send(streams, link_pb2.Frame(reply=reply))
+        streams.control.put(envelope.SerializeToString())
 
-    def _send(self, streams: Streams, frame: link_pb2.Frame) -> None:
-        data = frames.envelope(frame)
+    def _new_envelope(self) -> link_pb2.Envelope:
+        """One that tells along what there is to acknowledge."""
+        envelope = link_pb2.Envelope()
         if self._to_acknowledge:
-            data = frames.acknowledge(self._to_acknowledge) + data
+            envelope.frames.add().acknowledge.ids.extend(self._to_acknowledge)
             self._to_acknowledge.clear()
-        streams.control.put(data)
+        return envelope
 
     def _send_attachments(
         self, streams: Streams, attachments: Sequence[Sendable], owner: tuple[bool, int]
@@ -264,12 +274,6 @@ class Conversation(Link):
             )
             ids.append(id)
         return ids
-
-    def _acknowledge(self, streams: Streams, id: int, *, at_once: bool) -> None:
-        self._to_acknowledge.append(id)
-        if at_once or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED:
-            streams.control.put(frames.acknowledge(self._to_acknowledge))
-            self._to_acknowledge.clear()
 
     def _on_failed_transfer(self, transfer: OutgoingTransfer, error: GradwireError) -> None:
         """An attachment was written to while it was being sent: the message must not be used."""
@@ -329,6 +333,7 @@ class Conversation(Link):
     def wait_until_delivered(self, timeout: float) -> bool:
         """Whether all large answers have arrived at the other end in time, or it is out of reach."""
         with self._delivered:
+            self._delivery_is_awaited = True
             return self._delivered.wait_for(
                 lambda: (
                     self._streams is None
@@ -344,7 +349,7 @@ class Conversation(Link):
 
     def receive(self, data: bytes, streams: Streams) -> None:
         """Takes what was read from a stream. Raises if it breaks the protocol."""
-        if len(data) > self.settings.max_frame_bytes:
+        if len(data) > self._max_frame_bytes:
             raise ResourceExhausted(
                 f"a frame of {len(data)} bytes exceeds the limit of {self.settings.max_body_bytes} bytes"
             )
@@ -456,16 +461,21 @@ class Conversation(Link):
                 return
             asked = self._asked.pop(reply.id, None)
             self._withdrawn.pop(reply.id, None)
-            large = bool(reply.transfers) or len(reply.body) >= _LARGE_ANSWER_BYTES
-            self._acknowledge(streams, reply.id, at_once=large)
+            is_large = bool(reply.transfers) or len(reply.body) >= _LARGE_ANSWER_BYTES
+            self._to_acknowledge.append(reply.id)
+            acknowledges = is_large or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED
+            if acknowledges:
+                streams.control.put(self._new_envelope().SerializeToString())
             if asked is not None and asked.attachments:
                 # After a cut, the answer may be back before the question has been sent again.
                 streams.bulk.drop_transfers((False, reply.id))
-        self._flush()
+        if acknowledges:
+            self._flush()
         if asked is None:
             return
         asked.stop_timer()
-        self._leave_window(asked)
+        if asked.attachments:
+            self._leave_window(asked)
         if reply.WhichOneof("outcome") == "error":
             if not reply.error.worker:
                 reply.error.worker = str(self.peer)
@@ -492,7 +502,8 @@ class Conversation(Link):
                 if served.answer[1] and self._streams is not None:
                     # Acknowledged without having been sent whole: it is not wanted any more.
                     self._streams.bulk.drop_transfers((True, id))
-            self._delivered.notify_all()
+            if self._delivery_is_awaited:
+                self._delivered.notify_all()
 
     def _on_goodbye(self, goodbye: link_pb2.Goodbye) -> None:
         if goodbye.HasField("error"):

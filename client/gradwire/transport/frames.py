@@ -19,7 +19,6 @@ from gradwire.proto.v1 import link_pb2
 __all__ = [
     "LENGTH",
     "Chunk",
-    "acknowledge",
     "cancel",
     "chunk",
     "dropped",
@@ -130,10 +129,6 @@ def envelope(frame: link_pb2.Frame) -> bytes:
 
 def cancel(request_id: int) -> bytes:
     return envelope(link_pb2.Frame(cancel=link_pb2.Cancel(id=request_id)))
-
-
-def acknowledge(ids: Iterable[int]) -> bytes:
-    return envelope(link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=ids)))
 
 
 def segment(id: int, size: int) -> bytes:

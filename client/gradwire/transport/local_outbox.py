@@ -27,6 +27,8 @@ log = logging.getLogger("gradwire.link")
 _COPIED_BYTES = 4 << 20
 """How much of an attachment is copied at a turn."""
 _LOOK_SECONDS = 1.0
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
+"""As a plain number: what is computed with the members of an enum takes longer than a system call."""
 _FINISH_SECONDS = 5.0
 
 
@@ -129,12 +131,16 @@ class LocalOutbox:
 
     def _write(self) -> None:
         """For the one who has set `_writing`: writes all that waits, or leaves it to the own thread."""
+        sent = 0
         while True:
             with self._lock:
+                if sent:
+                    self.written += sent
+                    self._unsent, self._announced = self._unsent[sent:], None
                 if not self._unsent and not self._load():
                     self._writing = False
-                    self._idle.notify_all()
                     if self._closed:
+                        self._idle.notify_all()  # nobody waits for it before
                         self._shut(socket.SHUT_WR)
                     return
                 data, announced = self._unsent, self._announced
@@ -148,11 +154,7 @@ class LocalOutbox:
                 with self._lock:
                     self._closed = True
                     self._discard()
-                continue
-            with self._lock:
-                self.written += sent
-                if self._unsent:
-                    self._unsent, self._announced = data[sent:], None
+                sent = 0
 
     def _break(self) -> None:
         with self._lock:
@@ -163,9 +165,9 @@ class LocalOutbox:
 
     def _send(self, data: memoryview, announced: Segment | None) -> int:
         if announced is None or announced.descriptor is None:
-            return self._connection.send(data, socket.MSG_DONTWAIT)
+            return self._connection.send(data, _DONT_WAIT)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [announced.descriptor]))
-        sent = self._connection.sendmsg([data], [rights], socket.MSG_DONTWAIT)
+        sent = self._connection.sendmsg([data], [rights], _DONT_WAIT)
         announced.close_descriptor()
         return sent
 

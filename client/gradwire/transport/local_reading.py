@@ -20,10 +20,11 @@ from typing import Protocol
 from gradwire.errors import GradwireError, LinkClosed
 from gradwire.transport.base import Pending
 from gradwire.transport.lookout import BRISK_SECONDS, watch
+from gradwire.transport.spinning import Spinning
 
 __all__ = ["Reading"]
 
-_GRACE_SECONDS = 0.001
+_GRACE_SECONDS = 0.005
 """For so long after a thread read for itself nobody else reads: it is likely to come again."""
 _LIVENESS_SECONDS = 1.0
 _FIRST_SKIPPED, _MOST_SKIPPED = 8, 64
@@ -66,9 +67,10 @@ class Reading:
         self._error: GradwireError | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if gives_way else -1
         self._poll = select.poll()
+        self._poll.register(source.fileno(), select.POLLIN)
         if gives_way:
-            self._poll.register(source.fileno(), select.POLLIN)
             self._poll.register(self._wake, select.POLLIN)
+        self._spin = Spinning(self._poll)
 
     def run(self) -> None:
         """Reads until the connection ends, or lets others do so. Raises if what came broke the protocol."""
@@ -107,6 +109,8 @@ class Reading:
     def _read_on(self, me: object) -> None:
         while True:
             try:
+                if not (self._gives_way or self._source.has_more):
+                    self._spin()
                 frame = next(self._source)
             except StopIteration:
                 self._end(None)
@@ -120,7 +124,7 @@ class Reading:
                     return  # somebody stands in
                 if self._busy_since:
                     took = time.monotonic() - self._busy_since
-                    self._skip = 0 if took < BRISK_SECONDS / 2 else _FIRST_SKIPPED
+                    self._skip = 0 if took < BRISK_SECONDS else _FIRST_SKIPPED
                 self._busy_since = 0.0
                 if self._expecting:
                     self._expecting = [pending for pending in self._expecting if not pending.done()]
@@ -222,9 +226,11 @@ class Reading:
         pending.when_settled(wake)
         while not pending.done():
             # To be interrupted while waiting here is harmless.
-            if not self._source.has_more and any(ready == self._wake for ready, _ in self._poll.poll()):
-                _drain(self._wake)
-                continue
+            if not self._source.has_more:
+                self._spin()
+                if any(ready == self._wake for ready, _ in self._poll.poll()):
+                    _drain(self._wake)
+                    continue
             try:
                 self._receive(next(self._source))
             except StopIteration:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 from gradwire.errors import MalformedMessage, ProtocolError
 from gradwire.proto.v1 import link_pb2
@@ -26,6 +27,8 @@ __all__ = ["LocalStreams"]
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
 """In one read. The kernel drops what does not fit."""
+_CLOSE_ON_EXEC, _CUT_OFF = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+"""As plain numbers: what is computed with the members of an enum takes longer than a system call."""
 
 
 class LocalStreams(Streams):
@@ -48,7 +51,7 @@ class LocalStreams(Streams):
     def carry(self, conversation: Conversation, *, gives_way: bool) -> None:
         """Begins to write, and reads until either end closes. Raises if what came broke the protocol."""
         self._reading = Reading(
-            self, lambda frame: conversation.receive_or_refuse(frame, self), gives_way=gives_way
+            self, partial(conversation.receive_or_refuse, streams=self), gives_way=gives_way
         )
         self._outbox.start()
         try:
@@ -114,10 +117,10 @@ class LocalStreams(Streams):
         at = 0
         while True:
             # One read brings many small frames.
-            data, ancillary, flags, _ = self._connection.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._connection.recvmsg(_READ_BYTES, space, _CLOSE_ON_EXEC)
             if not data:
                 return
-            if ancillary or flags & socket.MSG_CTRUNC:
+            if ancillary or flags & _CUT_OFF:
                 self._keep_descriptors(ancillary, flags)
             if not received and len(data) >= 4 and LENGTH.unpack_from(data)[0] == len(data) - 4:
                 self.has_more = False
@@ -158,7 +161,7 @@ class LocalStreams(Streams):
                 descriptors = array.array("i")
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 self._descriptors.extend(descriptors)
-        if flags & socket.MSG_CTRUNC:
+        if flags & _CUT_OFF:
             raise MalformedMessage("more descriptors came than can be taken")
 
 

@@ -12,7 +12,7 @@ __all__ = ["BRISK_SECONDS", "watch"]
 
 BRISK_SECONDS = 0.004
 """What takes no longer than this is not worth another thread."""
-_PAUSE_SECONDS = 0.001
+_PAUSE_SECONDS = 0.003
 _IDLE_LOOKS = 20
 
 

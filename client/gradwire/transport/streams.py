@@ -25,8 +25,8 @@ class Streams:
         name_within: float | None = None,
         beneath: Streams | None = None,
     ) -> None:
-        self._control = control
-        self._bulk = bulk
+        self.control = control
+        self.bulk = bulk
         self.inbound = Inbound(settings.max_message_bytes, allowance, name_within)
         self.beneath = beneath
         """The streams that led to these. They end together."""
@@ -36,16 +36,8 @@ class Streams:
         """Whether more has been read than is taken in so far."""
 
     @property
-    def control(self) -> Outgoing:
-        return self._control
-
-    @property
-    def bulk(self) -> Outgoing:
-        return self._bulk
-
-    @property
     def traffic(self) -> Traffic:
-        return Traffic(sum(outbox.written for outbox in {self._control, self._bulk}), self.received)
+        return Traffic(sum(outbox.written for outbox in {self.control, self.bulk}), self.received)
 
     def take(self, frame: link_pb2.Frame, kind: str | None) -> Whole | None:
         """Takes a frame that only some streams know. Returns the message that it completes, if any."""
@@ -62,8 +54,8 @@ class Streams:
         """Reads until there is an answer, where the thread that waits for it can."""
 
     def close(self, *, discard: bool = False) -> None:
-        self._control.close(discard=discard)
-        self._bulk.close(discard=discard)
+        self.control.close(discard=discard)
+        self.bulk.close(discard=discard)
         self.inbound.close()
         if discard and self.beneath is not None:
             self.beneath.close(discard=True)
@@ -72,14 +64,8 @@ class Streams:
 class StreamPair(Streams):
     """A stream for small messages and one for bulk, each written from an outbox."""
 
+    control: Outbox
+    bulk: Outbox
+
     def __init__(self, settings: LinkSettings, allowance: Allowance) -> None:
-        self._outboxes = Outbox(), Outbox()
-        super().__init__(settings, allowance, *self._outboxes, name_within=settings.hello_timeout)
-
-    @property
-    def control(self) -> Outbox:
-        return self._outboxes[0]
-
-    @property
-    def bulk(self) -> Outbox:
-        return self._outboxes[1]
+        super().__init__(settings, allowance, Outbox(), Outbox(), name_within=settings.hello_timeout)

@@ -222,7 +222,9 @@ def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> N
     pair.there.answer = exchanges.append
     pending = pair.left.ask(PING, b"")
     pair.control_to_right()
-    pair.right.receive(frames.acknowledge([1]), pair.right_streams)
+    pair.right.receive(
+        frames.envelope(link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=[1]))), pair.right_streams
+    )
     exchanges[0].reply(b"answer")
     pair.run()
     assert pending.result(0).body == b"answer"
