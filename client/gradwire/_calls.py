@@ -125,7 +125,8 @@ def start_call(
     try:
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)
-        link.count_saved(encoder.saved)
+        if encoder.saved:
+            link.count_saved(encoder.saved)
         cancel_with_caller(future)
         link.ask(
             link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
@@ -151,7 +152,8 @@ def _decode_reply(
 ) -> object:
     reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, received.body)
     decoder = wire.Decoder(reply.tensors, received.attachments, resolve_ref=resolve_ref)
-    link.count_saved(decoder.saved)
+    if decoder.saved:
+        link.count_saved(decoder.saved)
     devices.bring_back(decoder.tensors, decoder.devices, link.peer)
     participant.receive_reply(reply, decoder, link, f"the results of {function}", compression)
     return decoder.value(reply.result, "result")

@@ -127,7 +127,7 @@ class CallRunner:
             types=self._registry.types,
             resolve_ref=self._resolve,
         )
-        if link is not None:
+        if link is not None and decoder.saved:
             link.count_saved(decoder.saved)
         _put_on_devices(decoder, request.devices)
         self._node.participant.receive_call(

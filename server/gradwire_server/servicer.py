@@ -71,9 +71,11 @@ class Servicer:
             table, attachments = encoder.finish()
         reply.tensors.CopyFrom(table)
         if exchange.link is not None:
-            exchange.link.count_saved(encoder.saved)
+            if encoder.saved:
+                exchange.link.count_saved(encoder.saved)
             released = participant.releases_to(exchange.link).take()
-            reply.released.extend(message_protos(released))
+            if released:
+                reply.released.extend(message_protos(released))
         exchange.reply(reply.SerializeToString(), attachments)
         participant.undo_if_unread(reply, exchange)
         if refs:

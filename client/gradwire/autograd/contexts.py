@@ -10,8 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -72,6 +71,27 @@ class ContextState:
                     self._gradients[leaf] = self._gradients[leaf] * factor
 
 
+class _InUse:
+    """A block in which a request is answered in a context."""
+
+    __slots__ = ("_context", "_lock")
+
+    def __init__(self, lock: threading.RLock, context: ContextState | None) -> None:
+        self._lock = lock
+        self._context = context
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            with self._lock:
+                self._context.users += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._context is not None:
+            with self._lock:
+                self._context.users -= 1
+                self._context.last_used = time.monotonic()
+
+
 class ContextStore:
     """All contexts of a node, and the messages in them."""
 
@@ -108,20 +128,9 @@ class ContextStore:
                 context.last_used = time.monotonic()
             return context
 
-    @contextmanager
-    def in_use(self, id: ContextId | None) -> Iterator[None]:
+    def in_use(self, id: ContextId | None) -> _InUse:
         """While a request is answered in a context. None: in none."""
-        with self._lock:
-            context = None if id is None else self._contexts.get(id)
-            if context is not None:
-                context.users += 1
-        try:
-            yield
-        finally:
-            if context is not None:
-                with self._lock:
-                    context.users -= 1
-                    context.last_used = time.monotonic()
+        return _InUse(self._lock, None if id is None else self._contexts.get(id))
 
     def contexts(self) -> list[ContextState]:
         with self._lock:

@@ -9,6 +9,9 @@ from gradwire.proto.v1 import autograd_pb2
 
 __all__ = ["ContextId", "HandleId", "MessageId", "message_ids", "message_protos"]
 
+_new = tuple.__new__
+"""What the constructor of a named tuple calls. There are many in each message, so directly."""
+
 
 class ContextId(NamedTuple):
     """A context: the node that opened it, and that node's number for it. 0 is the node's ambient context."""
@@ -18,7 +21,7 @@ class ContextId(NamedTuple):
 
     @classmethod
     def parse(cls, message: autograd_pb2.ContextId) -> ContextId:
-        return cls(message.node, message.number)
+        return _new(cls, (message.node, message.number))
 
     @classmethod
     def from_text(cls, text: str) -> ContextId:
@@ -45,7 +48,7 @@ class MessageId(NamedTuple):
 
     @classmethod
     def parse(cls, message: autograd_pb2.MessageId) -> MessageId:
-        return cls(message.node, message.number)
+        return _new(cls, (message.node, message.number))
 
     @property
     def proto(self) -> autograd_pb2.MessageId:
@@ -60,7 +63,7 @@ class HandleId(MessageId):
 
 
 def message_ids(messages: Iterable[autograd_pb2.MessageId]) -> list[MessageId]:
-    return [MessageId(message.node, message.number) for message in messages]
+    return [_new(MessageId, (message.node, message.number)) for message in messages]
 
 
 def message_protos(ids: Iterable[MessageId]) -> list[autograd_pb2.MessageId]:

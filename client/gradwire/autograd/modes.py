@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,31 +29,34 @@ def anomaly_is_wanted() -> bool:
     return torch.is_anomaly_enabled() if wanted is None else wanted
 
 
-@contextmanager
-def detecting_anomaly(wanted: bool) -> Iterator[None]:
+class detecting_anomaly:
     """Runs a block for somebody who does or does not want anomaly detection."""
-    global _anomaly_users, _anomaly_before
-    token = _anomaly_wanted.set(wanted)
-    try:
-        if not wanted:
-            yield
-            return
-        # Counted: of two that overlap, the first to end must neither turn it off for the second nor
-        # leave it on for ever.
-        with _anomaly_lock:
-            if not _anomaly_users:
-                _anomaly_before = torch.is_anomaly_enabled()
-                torch.autograd.set_detect_anomaly(True)
-            _anomaly_users += 1
-        try:
-            yield
-        finally:
+
+    __slots__ = ("_token", "_wanted")
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        global _anomaly_users, _anomaly_before
+        self._token = _anomaly_wanted.set(self._wanted)
+        if self._wanted:
+            # Counted: of two that overlap, the first to end must neither turn it off for the second nor
+            # leave it on for ever.
+            with _anomaly_lock:
+                if not _anomaly_users:
+                    _anomaly_before = torch.is_anomaly_enabled()
+                    torch.autograd.set_detect_anomaly(True)
+                _anomaly_users += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _anomaly_users
+        if self._wanted:
             with _anomaly_lock:
                 _anomaly_users -= 1
                 if not _anomaly_users:
                     torch.autograd.set_detect_anomaly(_anomaly_before)
-    finally:
-        _anomaly_wanted.reset(token)
+        _anomaly_wanted.reset(self._token)
 
 
 def capture() -> autograd_pb2.Modes | None:

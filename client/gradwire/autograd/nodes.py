@@ -75,7 +75,7 @@ class RecvRpc(torch.autograd.Function):
         awaits_mail = False
         if has_gradient or received.group is not None:
             task = passes.current_task(_all_leaves_wanted)
-            with task.abandoned_on_failure():
+            with task:
                 if has_gradient:
                     awaits_mail = task.dispatch(received, gradients)
                 else:
@@ -100,9 +100,15 @@ class Reaches(torch.autograd.Function):
         return *[token_gradient[0]] * ctx.tokens, None
 
 
+def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """What `function.apply` comes down to for tensors that torch.func has not wrapped. No others travel."""
+    apply: Any = super(torch.autograd.Function, function).apply
+    return apply(*args)
+
+
 def add_send(record: SentArguments, tensors: Sequence[torch.Tensor]) -> None:
     """Puts a send node below tensors that go out (PyTorch: addSendRpcBackward)."""
-    token = SendRpc.apply(record, *tensors)  # type: ignore[no-untyped-call]
+    token = _apply(SendRpc, record, *tensors)
     # The engine prefers high numbers: a send node waits, so everything else that can run, runs first. All but
     # what `holding` puts below, with 0.
     token.grad_fn._set_sequence_nr(1)
@@ -113,7 +119,8 @@ def add_recv(received: Received, data: Sequence[torch.Tensor]) -> tuple[torch.Te
     """Puts a recv node above tensors that came in (PyTorch: addRecvRpcBackward)."""
     tokens = [sent.token for sent in received.depends_on]
     tokens += [_token_of(reach) for reach in received.builds_on]
-    return RecvRpc.apply(received, data, *tokens, ANCHOR)  # type: ignore[no-any-return, no-untyped-call]
+    tensors: tuple[torch.Tensor, ...] = _apply(RecvRpc, received, data, *tokens, ANCHOR)
+    return tensors
 
 
 def _token_of(reach: Reach) -> torch.Tensor:
@@ -121,7 +128,7 @@ def _token_of(reach: Reach) -> torch.Tensor:
     if reach.token is None:
         tokens = [sent.token for sent in reach.arguments]
         tokens += [_token_of(below) for below in reach.builds_on]
-        reach.token = Reaches.apply(*tokens, ANCHOR)  # type: ignore[no-untyped-call]
+        reach.token = _apply(Reaches, *tokens, ANCHOR)
     token: torch.Tensor = reach.token
     return token
 

@@ -102,15 +102,20 @@ class Participant:
         request.autograd.context.CopyFrom(context.proto)
         request.autograd.oldest_pass = self._oldest_passes.get(context.node, 0)
         sent = None
+        releases = self.releases_to(link)
         if torch.is_grad_enabled():
-            request.autograd.knows.extend(message_protos(self.releases_to(link).take_learned()))
+            learned = releases.take_learned()
+            if learned:
+                request.autograd.knows.extend(message_protos(learned))
             # A node's own ambient context ends with the node, and its peers notice that by themselves.
             if context != ContextId(self.node, 0):
                 self.store.get(context).involved.add(link)
             sent = self.send(request.autograd, tensors, context, link)
-        released = self.releases_to(link).take()
-        request.released.extend(message_protos(released))
-        self.undo_if_failed(pending, link, sent, released)
+        released = releases.take()
+        if released:
+            request.released.extend(message_protos(released))
+        if released or sent is not None:
+            self.undo_if_failed(pending, link, sent, released)
 
     def send(
         self,
@@ -141,8 +146,6 @@ class Participant:
         So it cannot say when to let go of the arguments. Should it have kept something of them before it
         failed, a later backward through that is refused. What the request released is released again.
         """
-        if sent is None and not released:
-            return
         # Weakly: a future keeps its callbacks, and would keep itself.
         settled = weakref.ref(pending)
         releases = self.releases_to(link)
@@ -174,7 +177,8 @@ class Participant:
                 decoder.keep_requires_grad()
         finally:
             # Only now: what the results reach is still referred to, the rest may go.
-            self.store.release(message_ids(reply.released))
+            if reply.released:
+                self.store.release(message_ids(reply.released))
 
     def receive(
         self,
@@ -342,6 +346,9 @@ class Participant:
 
     def releases_to(self, link: Link) -> Releases:
         """What the node at the other end of a link may let go of."""
+        releases = self._releases.get(link)
+        if releases is not None:
+            return releases
         with self._lock:
             releases = self._releases.get(link)
             if releases is not None:

@@ -7,8 +7,7 @@ graph tasks, on all nodes, that one backward() sets off.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,15 +54,20 @@ class Run:
     """Set if it is held open for gradients that are still to come."""
 
 
-@contextmanager
-def running(run: Run) -> Iterator[None]:
-    """Tells the nodes that run inside about the run: torch carries such objects to its engine's threads."""
-    before = torch._C._get_obj_in_tls(_RUN_KEY) if torch._C._is_key_in_tls(_RUN_KEY) else None
-    torch._C._stash_obj_in_tls(_RUN_KEY, run)
-    try:
-        yield
-    finally:
-        torch._C._stash_obj_in_tls(_RUN_KEY, before)
+class running:
+    """Tells the nodes that run inside about a run: torch carries such objects to its engine's threads."""
+
+    __slots__ = ("_before", "_run")
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._before = current_run()
+        torch._C._stash_obj_in_tls(_RUN_KEY, self._run)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._stash_obj_in_tls(_RUN_KEY, self._before)
 
 
 def current_run() -> Run | None:
@@ -74,7 +78,11 @@ def current_run() -> Run | None:
 
 
 class Task:
-    """One graph task. Kept alive by the callback that the engine runs at its end."""
+    """One graph task. Kept alive by the callback that the engine runs at its end.
+
+    What is done for it is done `with` it: a failure abandons it at once, since the traceback of the error
+    refers to it, so that its destructor may come late.
+    """
 
     def __init__(self, id: int, run: Run | None, all_leaves_wanted: Callable[[], bool]) -> None:
         self.id = id
@@ -101,14 +109,12 @@ class Task:
     def is_in_pass(self, pass_id: MessageId) -> bool:
         return self._pass_id == pass_id
 
-    @contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """At once: the traceback of the error refers to this task, so its destructor may come late."""
-        try:
-            yield
-        except BaseException:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if failure is not None:
             self.abandon()
-            raise
 
     def dispatch(self, received: Received, gradients: Gradients) -> bool:
         """Sends gradients on their way, without waiting, or gathers them.
@@ -170,7 +176,7 @@ class Task:
 
     def finish(self) -> None:
         """At the end of the graph task: waits for all replies. What it raises reaches the user."""
-        with self.abandoned_on_failure(), torch.set_grad_enabled(self.create_graph):
+        with self, torch.set_grad_enabled(self.create_graph):
             self._flush()
             for merge in self._merges:
                 merge.finish(self)
@@ -226,6 +232,6 @@ def collect(sent: SentArguments) -> Gradients:
     task = find_task(id)
     if task is None:
         return sent.collect(id)
-    with task.abandoned_on_failure():
+    with task:
         task.before_collecting(sent)
         return sent.collect(id)

@@ -131,8 +131,9 @@ def propagate(
         create_graph=task.create_graph,
         skip_leaves=not task.collect_leaves,
         detect_anomaly=anomaly_is_wanted(),
-        released=message_protos(released),
     )
+    if released:
+        request.released.extend(message_protos(released))
     getattr(request, "pass").CopyFrom(task.pass_id(participant).proto)
     if run is not None and run.collect_into is not None:
         request.collect_into.CopyFrom(run.collect_into.proto)
@@ -157,7 +158,9 @@ def propagate(
     pending = Pending()
     # The flag tells the other end to let go after this, if it comes to that.
     lets_go = [] if request.retain_graph else [item for item, _ in batch.items if not item.are_arguments]
-    participant.undo_if_failed(pending, link, sent, [*released, *(received.source for received in lets_go)])
+    undone = [*released, *(received.source for received in lets_go)]
+    if undone or sent is not None:
+        participant.undo_if_failed(pending, link, sent, undone)
     what = f"{batch.like.what} on {link.peer}"
     deliver = partial(
         _deliver, participant, task.id, task.awaited, batch.held, link, what, batch.like.compression
@@ -165,7 +168,8 @@ def propagate(
     try:
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)
-        link.count_saved(encoder.saved)
+        if encoder.saved:
+            link.count_saved(encoder.saved)
         cancel_with_caller(pending)
         unread = participant.releases_to(link).append_unread
         expect(Propagation(pending, deliver, unread, link.read_for, what))
@@ -196,7 +200,8 @@ def _deliver(
     """Puts the contributions of a reply into the mailboxes."""
     reply = wire.parse(autograd_pb2.PropagateGradientsReply, message.body)
     decoder = wire.Decoder(reply.tensors, message.attachments)
-    link.count_saved(decoder.saved)
+    if decoder.saved:
+        link.count_saved(decoder.saved)
     try:
         if held is not None:
             held.is_open = reply.is_held
@@ -221,7 +226,8 @@ def _deliver(
             if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
                 raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
     finally:
-        participant.store.release(message_ids(reply.released))
+        if reply.released:
+            participant.store.release(message_ids(reply.released))
 
 
 def encode_gradients(

@@ -189,12 +189,14 @@ class Releases:
         return taken
 
     def take(self) -> list[MessageId]:
+        if not self._waiting:
+            return []
         return [
             self._forgotten(one) if isinstance(one, _NameReference) else one for one in _taken(self._waiting)
         ]
 
     def take_learned(self) -> list[MessageId]:
-        return _taken(self._learned)
+        return _taken(self._learned) if self._learned else []
 
     def offer(self, name: Name) -> None:
         """The other node is told of a name, and is to be told when nothing here has it any more."""

@@ -36,7 +36,8 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     """Backpropagates through messages that this node sent, and answers when all is done."""
     request = wire.parse(autograd_pb2.PropagateGradientsRequest, exchange.request.body)
     link = exchange.link
-    participant.store.release(message_ids(request.released))
+    if request.released:
+        participant.store.release(message_ids(request.released))
     context = ContextId.parse(request.context)
     pass_id = MessageId.parse(getattr(request, "pass"))
     if participant.is_over(pass_id):
@@ -92,8 +93,11 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     reply.tensors.CopyFrom(table)
     del encoder, decoder, run
     if link is not None:
-        link.count_saved(saved)
-        reply.released.extend(message_protos(participant.releases_to(link).take()))
+        if saved:
+            link.count_saved(saved)
+        released = participant.releases_to(link).take()
+        if released:
+            reply.released.extend(message_protos(released))
     exchange.reply(reply.SerializeToString(), attachments)
     participant.undo_if_unread(reply, exchange)
 

@@ -60,6 +60,11 @@ class TensorReader:
     def __init__(self, table: tensor_pb2.TensorTable, attachments: Sequence[Bytes], limits: Limits) -> None:
         self._limits = limits
         self._contents = check_storages(table, attachments)
+        self.saved = 0
+        """Bytes that codecs spared."""
+        for content in self._contents:
+            if isinstance(content, Encoded):
+                self.saved += content.saved
         self._memory: dict[int, torch.Tensor] = {}
         messages = table.tensors[:]
         if len(messages) == 1:
@@ -92,11 +97,6 @@ class TensorReader:
         ]
         self.requires_grad = [message.requires_grad for message in messages]
         self.devices = [message.device or "cpu" for message in messages]
-
-    @property
-    def saved(self) -> int:
-        """Bytes that codecs spared."""
-        return sum(content.saved for content in self._contents if isinstance(content, Encoded))
 
     def memory(self, storage: int, needed: int) -> torch.Tensor:
         """The bytes of a storage, checked to be `needed` in number; the same memory each time."""

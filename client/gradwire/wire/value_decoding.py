@@ -59,11 +59,8 @@ class Decoder:
         self.tensors = self._reader.tensors
         self.requires_grad = self._reader.requires_grad
         self.devices = self._reader.devices
-
-    @property
-    def saved(self) -> int:
+        self.saved = self._reader.saved
         """Bytes that codecs spared."""
-        return self._reader.saved
 
     def keep_requires_grad(self) -> None:
         """Makes the tensors that required grad at the sender leaves that do so here."""
