@@ -44,7 +44,9 @@ class Node:
             link_pb2.METHOD_CLEANUP_CONTEXT: partial(serve_cleanup, self.participant),
         }
         self._runs = 0
-        self._runs_changed = threading.Condition()
+        self._runs_lock = threading.Lock()
+        self._runs_ended = threading.Condition(self._runs_lock)
+        self._end_of_runs_is_awaited = False
         self._lock = threading.Lock()
         self._links: dict[int, list[Link]] = {}
         self._places: dict[tuple[str, LinkSettings], SharedLink] = {}
@@ -69,7 +71,7 @@ class Node:
         return errors.ProtocolError(f"{self.identity.name} does not know method {method}")
 
     def _serve_propagate(self, exchange: Exchange) -> None:
-        with self._runs_changed:
+        with self._runs_lock:
             self._runs += 1
         if exchange.may_run_here():
             self._run_backward(exchange)
@@ -81,14 +83,16 @@ class Node:
         try:
             self.answer(exchange, partial(serve_propagate, self.participant))
         finally:
-            with self._runs_changed:
+            with self._runs_lock:
                 self._runs -= 1
-                self._runs_changed.notify_all()
+                if self._end_of_runs_is_awaited:
+                    self._runs_ended.notify_all()
 
     def wait_for_backwards(self, timeout: float) -> bool:
         """Whether all backwards that others asked for were done in time."""
-        with self._runs_changed:
-            return self._runs_changed.wait_for(lambda: self._runs == 0, timeout)
+        with self._runs_ended:
+            self._end_of_runs_is_awaited = True
+            return self._runs_ended.wait_for(lambda: self._runs == 0, timeout)
 
     def answer(
         self,
@@ -102,7 +106,8 @@ class Node:
         try:
             with entered(scope):
                 exchange.begin()
-                self._check_wanted(exchange)
+                if exchange.cancelled or exchange.deadline is not None:
+                    self._check_wanted(exchange)
                 work(exchange)
         except BaseException as error:  # a served function may raise SystemExit; the node goes on
             exchange.fail(faults.describe(error, self.identity.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -62,8 +62,9 @@ class Slots:
         self._most_of_one = limits.threads_per_client or limits.threads
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._idleness_is_awaited = False
         self._running = 0
-        self._running_of: Counter[int] = Counter()
+        self._running_of: dict[int, int] = {}
         self._unfinished = 0
         self._queued = 0
         self._queues: OrderedDict[int, deque[Task]] = OrderedDict()
@@ -85,7 +86,8 @@ class Slots:
         """
         with self._lock:
             may_run = self._may_run(client)
-            self._check_turn(client, may_run)
+            if not may_run or self._places:
+                self._check_turn(client, may_run)
             self._unfinished += 1
             if not may_run:
                 self._append(task, client)
@@ -114,6 +116,7 @@ class Slots:
     def wait_until_idle(self, timeout: float) -> bool:
         """Whether all tasks finished in time."""
         with self._idle:
+            self._idleness_is_awaited = True
             return self._idle.wait_for(lambda: self._unfinished == 0, timeout)
 
     @property
@@ -123,25 +126,23 @@ class Slots:
     # -- all with the lock held
 
     def _may_run(self, client: int) -> bool:
-        return self._running < self._limits.threads and self._running_of[client] < self._most_of_one
+        return self._running < self._limits.threads and self._running_of.get(client, 0) < self._most_of_one
 
     def _take(self, client: int) -> None:
         self._running += 1
-        self._running_of[client] += 1
+        self._running_of[client] = self._running_of.get(client, 0) + 1
 
     def _give_back(self, client: int) -> None:
         self._running -= 1
-        self._running_of[client] -= 1
-        if not self._running_of[client]:
-            del self._running_of[client]
+        running = self._running_of.pop(client) - 1
+        if running:
+            self._running_of[client] = running
 
     def _check_turn(self, client: int, may_run: bool) -> None:
         """Raises ResourceExhausted if there is no room for another call of a client, or others come first."""
         own = len(self._queues.get(client, ()))
         if not may_run and own >= self._limits.queued_per_client:
             raise self._refusal(f"{own} calls of this client wait already", own)
-        if may_run and not self._places:
-            return
         ahead = self._places_ahead(client)
         # A free thread is for any of those who were turned away, since the first of them may be late.
         may_run &= client in self._places or not ahead
@@ -210,12 +211,13 @@ class Slots:
             took = time.monotonic() - started
             self._seconds_per_task += 0.1 * (took - self._seconds_per_task)
             task = None  # it holds the arguments of the call
-            with self._idle:
+            with self._lock:
                 self._unfinished -= 1
-                if not self._unfinished:
+                if self._idleness_is_awaited and not self._unfinished:
                     self._idle.notify_all()
                 self._give_back(client)
-                task, client = self._next() or (None, 0)
+                if self._queued:
+                    task, client = self._next() or (None, 0)
             if alone and task is not None:
                 self._start(task, client)
                 return

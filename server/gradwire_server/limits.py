@@ -14,6 +14,7 @@ _COME_AGAIN_SECONDS = 0.1
 """Others may let go of theirs meanwhile."""
 _LET_GO_SECONDS = 1.0
 """What a client drops, it tells within this time."""
+_BYTES = "bytes of results and objects"
 
 
 @dataclass(frozen=True)
@@ -35,34 +36,34 @@ class HoldLimits:
 
     def check(self, store: ContextStore, objects: Objects, client: int) -> None:
         """Raises ResourceExhausted if a client may not make the worker hold more."""
-        contexts, result_bytes = store.held_by(client)
-        owned, object_bytes = objects.held_by(client)
-        _check_own("contexts", contexts, self.contexts_per_client, "end some")
-        _check_own("objects", owned, self.objects_per_client, "delete some")
-        _check_own(
-            "bytes of results and objects",
-            result_bytes + object_bytes,
-            self.bytes_per_client,
-            "run backward, or drop what is not needed, before calling again",
-        )
-        contexts, result_bytes = store.held()
-        owned, object_bytes = objects.held()
-        _check_all("contexts", contexts, self.contexts)
-        _check_all("objects", owned, self.objects)
-        _check_all("bytes of results and objects", result_bytes + object_bytes, self.bytes)
+        own_bytes = store.result_bytes.of(client) + objects.bytes.of(client)
+        if store.counts.of(client) > self.contexts_per_client:
+            raise _too_much_for_one(store.counts.of(client), "contexts", self.contexts_per_client, "end some")
+        if objects.counts.of(client) > self.objects_per_client:
+            raise _too_much_for_one(
+                objects.counts.of(client), "objects", self.objects_per_client, "delete some"
+            )
+        if own_bytes > self.bytes_per_client:
+            advice = "run backward, or drop what is not needed, before calling again"
+            raise _too_much_for_one(own_bytes, _BYTES, self.bytes_per_client, advice)
+        all_bytes = store.result_bytes.total + objects.bytes.total
+        if store.counts.total > self.contexts:
+            raise _too_much_for_all(store.counts.total, "contexts", self.contexts)
+        if objects.counts.total > self.objects:
+            raise _too_much_for_all(objects.counts.total, "objects", self.objects)
+        if all_bytes > self.bytes:
+            raise _too_much_for_all(all_bytes, _BYTES, self.bytes)
 
 
-def _check_own(what: str, held: int, limit: int, advice: str) -> None:
-    if held > limit:
-        error = ResourceExhausted(f"{held} {what} are kept here for this client, more than {limit}; {advice}")
-        # A hint for whoever has let go of some. Not `not_started`: asking again by itself would not help.
-        error.retry_after = _LET_GO_SECONDS
-        raise error
+def _too_much_for_one(held: int, what: str, limit: int, advice: str) -> ResourceExhausted:
+    error = ResourceExhausted(f"{held} {what} are kept here for this client, more than {limit}; {advice}")
+    # A hint for whoever has let go of some. Not `not_started`: asking again by itself would not help.
+    error.retry_after = _LET_GO_SECONDS
+    return error
 
 
-def _check_all(what: str, held: int, limit: int) -> None:
-    if held > limit:
-        error = ResourceExhausted(f"{held} {what} are kept here for all clients, more than {limit}")
-        error.retry_after = _COME_AGAIN_SECONDS
-        error.not_started = True
-        raise error
+def _too_much_for_all(held: int, what: str, limit: int) -> ResourceExhausted:
+    error = ResourceExhausted(f"{held} {what} are kept here for all clients, more than {limit}")
+    error.retry_after = _COME_AGAIN_SECONDS
+    error.not_started = True
+    return error

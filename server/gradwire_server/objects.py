@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ import numpy
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradwire._bookkeeping import InUse, Tally
 from gradwire._scope import current_scope
 from gradwire.autograd import nbytes
 from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StepRefused, UnknownFunction
@@ -143,8 +143,10 @@ class Objects:
         self._names: dict[str, Held] = {}
         self._by_identity: dict[int, list[Held]] = {}
         self._locks: MutableMapping[torch.Tensor, StepLock] = WeakTensorKeyDictionary()
-        self._owned: Counter[int | None] = Counter()
-        self._bytes_of: Counter[int | None] = Counter()
+        self.counts = Tally()
+        """Of objects, by their owners."""
+        self.bytes = Tally()
+        """Of their tensors."""
         self.optimizers: weakref.WeakSet[WorkerOptimizer] = weakref.WeakSet()
         self.saved_optimizers: dict[str, dict[str, Any]] = {}
         """What was restored at start of optimizers, until their trainers come back for it."""
@@ -182,8 +184,8 @@ class Objects:
             )
             self._held[held.number] = held
             if not permanent:
-                self._owned[held.owner] += 1
-                self._bytes_of[held.owner] += held.bytes
+                self.counts.add(held.owner, 1)
+                self.bytes.add(held.owner, held.bytes)
             if not is_data(value):
                 # Named ones first: they are what others know it by.
                 self._by_identity[id(value)] = [held, *same] if name else [*same, held]
@@ -204,16 +206,6 @@ class Objects:
     def has_prepared_steps(self) -> bool:
         """Whether a trainer has yet to say what becomes of a step that was prepared."""
         return any(optimizer.is_prepared for optimizer in list(self.optimizers))
-
-    def held_by(self, owner: int) -> tuple[int, int]:
-        """How many objects belong to a client, and their bytes."""
-        with self._lock:
-            return self._owned[owner], self._bytes_of[owner]
-
-    def held(self) -> tuple[int, int]:
-        """The same for all clients together."""
-        with self._lock:
-            return self._owned.total(), self._bytes_of.total()
 
     def find(self, ref: value_pb2.RemoteRef) -> Held:
         """The object that a ref names."""
@@ -249,20 +241,9 @@ class Objects:
             methods=method_names(type(held.value)),
         )
 
-    @contextmanager
-    def in_use(self, held: Held | None) -> Iterator[None]:
+    def in_use(self, held: Held | None) -> InUse:
         """While a call runs on an object. None: on none."""
-        if held is None:
-            yield
-            return
-        with self._lock:
-            held.users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                held.users -= 1
-                held.last_used = time.monotonic()
+        return InUse(self._lock, held)
 
     @contextmanager
     def unchanging(self, values: Iterable[object]) -> Iterator[None]:
@@ -340,10 +321,8 @@ class Objects:
         with self._lock:
             for held in dropped:
                 if self._held.pop(held.number, None) is not None and not held.permanent:
-                    self._owned[held.owner] -= 1
-                    self._bytes_of[held.owner] -= held.bytes
-                    if not self._owned[held.owner]:
-                        del self._owned[held.owner], self._bytes_of[held.owner]
+                    self.counts.add(held.owner, -1)
+                    self.bytes.add(held.owner, -held.bytes)
                 others = [one for one in self._by_identity.pop(id(held.value), []) if one is not held]
                 if others:
                     self._by_identity[id(held.value)] = others

@@ -153,7 +153,7 @@ def test_objects_of_clients_without_a_link_go_when_they_are_not_used() -> None:
         until = time.monotonic() + 3 * lease
         while time.monotonic() < until:
             assert call("number", ref).integer == 7
-        wait_for(lambda: worker._objects.held() == (0, 0), "the lease running out")
+        wait_for(lambda: not worker._objects.counts.total, "the lease running out")
         with pytest.raises(grpc.RpcError, match="its lease ran out"):
             call("number", ref)
 
@@ -173,7 +173,7 @@ def test_refs_in_a_reply_that_nobody_waits_for_are_released() -> None:
         wait_for(lambda: handle.inspect().calls == 1, "the cancellation coming in")
         go_on.set()
         wait_for(lambda: handle.inspect().calls == 0, "the call ending")
-        wait_for(lambda: worker._objects.held() == (0, 0), "the refs being released")
+        wait_for(lambda: not worker._objects.counts.total, "the refs being released")
         # As they are when they are read and dropped.
         assert len(handle.make()) == 2
-        wait_for(lambda: worker._objects.held() == (0, 0), "the refs being dropped")
+        wait_for(lambda: not worker._objects.counts.total, "the refs being dropped")

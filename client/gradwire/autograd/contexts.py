@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradwire._bookkeeping import InUse, Tally
 from gradwire.autograd.groups import Reach
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.records import SentArguments, SentResults, added
@@ -71,27 +71,6 @@ class ContextState:
                     self._gradients[leaf] = self._gradients[leaf] * factor
 
 
-class _InUse:
-    """A block in which a request is answered in a context."""
-
-    __slots__ = ("_context", "_lock")
-
-    def __init__(self, lock: threading.RLock, context: ContextState | None) -> None:
-        self._lock = lock
-        self._context = context
-
-    def __enter__(self) -> None:
-        if self._context is not None:
-            with self._lock:
-                self._context.users += 1
-
-    def __exit__(self, *_: object) -> None:
-        if self._context is not None:
-            with self._lock:
-                self._context.users -= 1
-                self._context.last_used = time.monotonic()
-
-
 class ContextStore:
     """All contexts of a node, and the messages in them."""
 
@@ -102,8 +81,10 @@ class ContextStore:
         self._results: dict[MessageId, SentResults] = {}
         self._reaches: dict[MessageId, Reach] = {}
         self._ended: dict[ContextId, None] = {}
-        self._contexts_of: Counter[int] = Counter()
-        self._bytes_of: Counter[int] = Counter()
+        self.counts = Tally()
+        """Of contexts, by their owners."""
+        self.result_bytes = Tally()
+        """Of the results that are kept, by the owners of their contexts."""
         self.when_released: Callable[[Sequence[MessageId]], None] = lambda messages: None
         """Told of all that is released: whoever else uses the same ids lets go of what it holds."""
         self.when_owner_dropped: Callable[[int], None] = lambda node: None
@@ -117,7 +98,7 @@ class ContextStore:
                 if id in self._ended:
                     raise NotFound(f"context {id} has ended, or its lease ran out")
                 context = self._contexts[id] = ContextState(id)
-                self._contexts_of[id.node] += 1
+                self.counts.add(id.node, 1)
             context.last_used = time.monotonic()
             return context
 
@@ -128,9 +109,9 @@ class ContextStore:
                 context.last_used = time.monotonic()
             return context
 
-    def in_use(self, id: ContextId | None) -> _InUse:
+    def in_use(self, id: ContextId | None) -> InUse:
         """While a request is answered in a context. None: in none."""
-        return _InUse(self._lock, None if id is None else self._contexts.get(id))
+        return InUse(self._lock, None if id is None else self._contexts.get(id))
 
     def contexts(self) -> list[ContextState]:
         with self._lock:
@@ -147,7 +128,7 @@ class ContextStore:
             context.results.add(sent.id)
             context.peers.add(sent.peer)
             self._results[sent.id] = sent
-            self._bytes_of[sent.context.node] += sent.bytes
+            self.result_bytes.add(sent.context.node, sent.bytes)
 
     def keep_reach(self, reach: Reach) -> None:
         with self._lock:
@@ -171,25 +152,13 @@ class ContextStore:
         with self._lock:
             return [self._results[id] for id in context.results if id in self._results]
 
-    def held_by(self, node: int) -> tuple[int, int]:
-        """How many contexts a client has here, and the bytes of the results that are kept for it."""
-        with self._lock:
-            return self._contexts_of[node], self._bytes_of[node]
-
-    def held(self) -> tuple[int, int]:
-        """The same for all clients together."""
-        with self._lock:
-            return len(self._contexts), self._bytes_of.total()
-
     def _pop(self, id: MessageId) -> Sequence[SentArguments | SentResults | Reach | None]:
         return self._arguments.pop(id, None), self._pop_results(id), self._reaches.pop(id, None)
 
     def _pop_results(self, id: MessageId) -> SentResults | None:
         sent = self._results.pop(id, None)
         if sent is not None:
-            self._bytes_of[sent.context.node] -= sent.bytes
-            if not self._bytes_of[sent.context.node]:
-                del self._bytes_of[sent.context.node]
+            self.result_bytes.add(sent.context.node, -sent.bytes)
         return sent
 
     def release(self, messages: Sequence[MessageId]) -> bool:
@@ -236,9 +205,7 @@ class ContextStore:
             messages = [] if context is None else [*context.arguments, *context.results, *context.reaches]
             held = [self._pop(message) for message in messages]
             if context is not None:
-                self._contexts_of[id.node] -= 1
-                if not self._contexts_of[id.node]:
-                    del self._contexts_of[id.node]
+                self.counts.add(id.node, -1)
         del held  # after the lock, as above
         return context
 

@@ -1,0 +1,57 @@
+"""What the stores of things that are held for clients have in common."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+__all__ = ["InUse", "Tally"]
+
+
+class Tally:
+    """How much each client has, and all together. Whoever owns it guards it; to read needs no lock."""
+
+    __slots__ = ("_of", "total")
+
+    def __init__(self) -> None:
+        self._of: dict[int | None, int] = {}
+        self.total = 0
+
+    def of(self, client: int | None) -> int:
+        return self._of.get(client, 0)
+
+    def add(self, client: int | None, amount: int) -> None:
+        """Less, if it is negative."""
+        has = self._of.get(client, 0) + amount
+        if has:
+            self._of[client] = has
+        else:
+            self._of.pop(client, None)
+        self.total += amount
+
+
+class Used(Protocol):
+    users: int
+    last_used: float
+
+
+class InUse:
+    """A block in which something is used, so that it is not let go of for being idle. None: nothing is."""
+
+    __slots__ = ("_lock", "_used")
+
+    def __init__(self, lock: AbstractContextManager[object], used: Used | None) -> None:
+        self._lock = lock
+        self._used = used
+
+    def __enter__(self) -> None:
+        if self._used is not None:
+            with self._lock:
+                self._used.users += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._used is not None:
+            with self._lock:
+                self._used.users -= 1
+                self._used.last_used = time.monotonic()
