@@ -13,7 +13,7 @@ from gradwire import wire
 from gradwire._compression import NOT_COMPRESSED, Compression, agreed_with
 from gradwire._devices import NO_MAP, DeviceMap
 from gradwire._node import current_context_id, current_node
-from gradwire._scope import cancel_with_caller, current_scope, time_left
+from gradwire._scope import cancel_with_caller, time_left, waiting
 from gradwire.autograd import Participant, capture_modes
 from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
@@ -31,13 +31,13 @@ class CallFuture(Pending):
     def __init__(
         self,
         decode: Callable[[Received], object],
-        append_unread: Callable[[tuple[type[Any], bytes]], None],
+        unread: Callable[[Received], object],
         read_for: Callable[[Pending], None],
     ) -> None:
         super().__init__()
         self._read_for = read_for
         self._decode: Callable[[Received], object] | None = decode
-        self._append_unread = append_unread
+        self.unread = unread
         self._decode_lock = threading.Lock()
         self._value: object = None
 
@@ -46,10 +46,7 @@ class CallFuture(Pending):
             if self.done():
                 received = super().result(0)
             else:
-                with current_scope().around_wait():
-                    if timeout is None:
-                        self._read_for(self)
-                    received = super().result(timeout)
+                received = waiting(partial(self._wait_for, timeout))
             # Decoded by whoever asks for the result, not by the link's thread: so autograd records it there.
             with self._decode_lock:
                 if self._decode is not None:
@@ -66,10 +63,19 @@ class CallFuture(Pending):
             # and keep the locals of all frames that it passed until the collector comes.
             del self
 
+    def _wait_for(self, timeout: float | None) -> Received:
+        try:
+            if timeout is None:
+                self._read_for(self)
+            received: Received = super().result(timeout)
+            return received
+        finally:
+            del self  # as in `result`
+
     def __del__(self) -> None:
         # Whoever throws a result away unread never learns what there is to release on the worker.
-        if self._decode is not None and isinstance(self._result, Received):
-            self._append_unread((autograd_pb2.ForwardWithAutogradReply, self._result.body))
+        if self._decode is not None and self.unread is not None and isinstance(self._result, Received):
+            self.unread(self._result)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -118,7 +124,7 @@ def start_call(
     participant = current_node().participant
     future = CallFuture(
         partial(_decode_reply, participant, link, function, devices, agreed, resolve_ref),
-        participant.releases_to(link).append_unread,
+        participant.releases_to(link).unread(autograd_pb2.ForwardWithAutogradReply),
         link.read_for,
     )
     participant.send_call(request, encoder.tensors, current_context_id(), link, future)

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 
 from gradwire import errors
@@ -98,7 +98,7 @@ class Node:
         self,
         exchange: Exchange,
         work: Callable[[Exchange], None],
-        around_wait: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around_wait: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         """Does work in the scope of a question. Whatever it raises becomes the answer."""
         scope = Scope(self, exchange, exchange.deadline, around_wait=around_wait)

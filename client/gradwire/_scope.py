@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.errors import Cancelled
 
@@ -28,7 +28,10 @@ __all__ = [
     "leave",
     "time_left",
     "timeout",
+    "waiting",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -44,7 +47,7 @@ class Scope:
     """On time.monotonic's clock."""
     context: ContextId | None = None
     """The autograd context that calls are made in; None for the node's ambient one."""
-    around_wait: Callable[[], AbstractContextManager[None]] = nullcontext
+    around_wait: Callable[[], AbstractContextManager[None]] | None = None
     """Entered while the code waits for another process, so that others may compute meanwhile."""
     compression: Compression | None = None
     """Of calls that are made; None for what the handle to a worker says."""
@@ -74,10 +77,22 @@ class entered:
         self._scope = scope
 
     def __enter__(self) -> None:
-        self._token = enter(self._scope)
+        self._token = _scope.set(self._scope)
 
     def __exit__(self, *_: object) -> None:
-        leave(self._token)
+        _scope.reset(self._token)
+
+
+def waiting(wait: Callable[[], T]) -> T:
+    """Waits for another process, or for another call: others may compute meanwhile."""
+    around_wait = _scope.get().around_wait
+    try:
+        if around_wait is None:
+            return wait()
+        with around_wait():
+            return wait()
+    finally:
+        del wait  # it may be of a future, to which the traceback of an error would lead back
 
 
 def time_left(timeout: float | None) -> float | None:

@@ -26,7 +26,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire._bookkeeping import InUse, Tally
-from gradwire._scope import current_scope
+from gradwire._scope import current_scope, waiting
 from gradwire.autograd import nbytes
 from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StepRefused, UnknownFunction
 from gradwire.proto.v1 import value_pb2
@@ -70,8 +70,7 @@ class StepLock:
             return True
         left = -1.0 if give_up_at is None else max(give_up_at - time.monotonic(), 0.0)
         # Who holds it may need the slot that this thread computes in to go on, and to let go of it.
-        with current_scope().around_wait():
-            return self._lock.acquire(timeout=left)
+        return waiting(partial(self._lock.acquire, timeout=left))
 
     def release(self) -> None:
         self._lock.release()

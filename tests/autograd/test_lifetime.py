@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tests.autograd.places import held_here
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire._calls import CallFuture
+from gradwire.transport.base import Pending
 
 Leaf = Callable[..., torch.Tensor]
 Step = Callable[[Both, torch.Tensor], None]
@@ -242,6 +245,28 @@ def test_results_of_a_call_that_was_given_up_are_let_go(
         future = trio.a.call_async("affine", leaf())
         future.cancel()
     trio.a.ping()
+    give_up_at = time.monotonic() + RELEASED_WITHIN
+    while store._results and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    assert store._results == {}
+    assert gw.current_context()._node.participant.store._arguments == {}
+
+
+def test_results_of_a_call_that_is_given_up_just_when_they_come_are_let_go(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too late for the worker to hear of it."""
+
+    def give_up_and_settle(self: CallFuture, outcome: Any) -> bool:
+        self.cancel()
+        return Pending.settle(self, outcome)
+
+    trio, workers = local_trio
+    store = workers["a"]._node.participant.store
+    with monkeypatch.context() as patch:
+        patch.setattr(CallFuture, "settle", give_up_and_settle)
+        with pytest.raises(gw.Cancelled):
+            trio.a.call_async("affine", leaf()).result()
     give_up_at = time.monotonic() + RELEASED_WITHIN
     while store._results and time.monotonic() < give_up_at:
         time.sleep(0.01)

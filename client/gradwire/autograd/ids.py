@@ -32,6 +32,9 @@ class ContextId(NamedTuple):
         except ValueError:
             raise ValueError(f"{text!r} names no context; one looks like 1f0c5a3b9d2e4f60:7") from None
 
+    def write(self, message: autograd_pb2.ContextId) -> None:
+        message.node, message.number = self
+
     @property
     def proto(self) -> autograd_pb2.ContextId:
         return autograd_pb2.ContextId(node=self.node, number=self.number)
@@ -50,9 +53,8 @@ class MessageId(NamedTuple):
     def parse(cls, message: autograd_pb2.MessageId) -> MessageId:
         return _new(cls, (message.node, message.number))
 
-    @property
-    def proto(self) -> autograd_pb2.MessageId:
-        return autograd_pb2.MessageId(node=self.node, number=self.number)
+    def write(self, message: autograd_pb2.MessageId) -> None:
+        message.node, message.number = self
 
     def __str__(self) -> str:
         return f"{self.node:016x}:{self.number}"

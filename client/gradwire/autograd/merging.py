@@ -35,6 +35,9 @@ class Merges:
         self._by_group: dict[Group, list[Merge]] = {}
         self._joins = joins()
 
+    def __bool__(self) -> bool:
+        return bool(self._by_group)
+
     def __iter__(self) -> Iterator[Merge]:
         return (merge for merges in self._by_group.values() for merge in merges)
 

@@ -102,7 +102,7 @@ class Reaches(torch.autograd.Function):
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
     """What `function.apply` comes down to for tensors that torch.func has not wrapped. No others travel."""
-    apply: Any = super(torch.autograd.Function, function).apply
+    apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply(*args)
 
 

@@ -50,7 +50,6 @@ class Participant:
         self._find_link = find_link
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
-        self._releases: weakref.WeakKeyDictionary[Link, Releases] = weakref.WeakKeyDictionary()
         self.live: set[MessageId] = set()
         """Arguments that came in and are part of some graph, and results that reach third nodes' messages.
         As long as there are none, nothing here reaches a message of another node."""
@@ -99,7 +98,7 @@ class Participant:
         pending: Pending,
     ) -> None:
         """Records what a call sends, whose answer settles `pending`."""
-        request.autograd.context.CopyFrom(context.proto)
+        context.write(request.autograd.context)
         request.autograd.oldest_pass = self._oldest_passes.get(context.node, 0)
         sent = None
         releases = self.releases_to(link)
@@ -128,7 +127,7 @@ class Participant:
         if not differentiable:
             return None
         sent = SentArguments(self.new_id(), context, differentiable, link.peer.node)
-        autograd.message.CopyFrom(sent.id.proto)
+        sent.id.write(autograd.message)
         if self.live:
             reached = self._regions.reached_by(differentiable, link.peer.node)
             autograd.depends_on.extend(message_protos(reached))
@@ -272,13 +271,15 @@ class Participant:
         link = None if exchange is None else exchange.link
         asker = context.node if link is None else link.peer.node
         sent = SentResults(self.new_id(), context, differentiable, function, asker, check_fresh)
-        autograd = autograd_pb2.AutogradMetadata(context=context.proto, message=sent.id.proto)
+        autograd = autograd_pb2.AutogradMetadata()
+        context.write(autograd.context)
+        sent.id.write(autograd.message)
         own = own_call is not None and own_call in self.live
         if len(self.live) > own or self.store.get(context).results:
             self._describe(sent, differentiable, link, autograd)
         elif own_call is not None and own:
             # There is no other, so the graph need not be walked.
-            autograd.depends_on.append(own_call.proto)
+            own_call.write(autograd.depends_on.add())
         self.store.keep_results(sent)
         return autograd
 
@@ -346,16 +347,15 @@ class Participant:
 
     def releases_to(self, link: Link) -> Releases:
         """What the node at the other end of a link may let go of."""
-        releases = self._releases.get(link)
-        if releases is not None:
-            return releases
-        with self._lock:
-            releases = self._releases.get(link)
-            if releases is not None:
-                return releases
-            releases = self._releases[link] = Releases()
-        call_later(_FLUSH_SECONDS, partial(self._flush, weakref.ref(link)))
+        releases: Releases | None = link.annex
+        if releases is None:
+            with self._lock:
+                releases = link.annex = link.annex or self._new_releases(link)
         return releases
+
+    def _new_releases(self, link: Link) -> Releases:
+        call_later(_FLUSH_SECONDS, partial(self._flush, weakref.ref(link)))
+        return Releases()
 
     def _flush(self, link_ref: weakref.ref[Link]) -> None:
         link = link_ref()

@@ -158,7 +158,7 @@ class Task:
         if sent.group is not None:
             for merge in self._merges.of(sent.group):
                 merge.flush(self, may_wait=True)
-        if not all(propagation.is_settled for propagation in sent.awaited_in(self.id)):
+        if self._merges and not all(propagation.is_settled for propagation in sent.awaited_in(self.id)):
             self._flush()  # so that others work meanwhile
 
     def _flush(self) -> None:
@@ -176,14 +176,22 @@ class Task:
 
     def finish(self) -> None:
         """At the end of the graph task: waits for all replies. What it raises reaches the user."""
-        with self, torch.set_grad_enabled(self.create_graph):
+        with self:
+            if torch.is_grad_enabled() is self.create_graph:
+                self._wait_for_all()
+            else:
+                with torch.set_grad_enabled(self.create_graph):
+                    self._wait_for_all()
+        self._finished = True
+        self._forget()
+
+    def _wait_for_all(self) -> None:
+        if self._merges:
             self._flush()
             for merge in self._merges:
                 merge.finish(self)
-            for propagation in self._sent:
-                propagation.wait()
-        self._finished = True
-        self._forget()
+        for propagation in self._sent:
+            propagation.wait()
 
     def abandon(self) -> None:
         """The graph task failed: nobody wants the replies."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire import wire
-from gradwire._scope import cancel_with_caller, current_scope, time_left
+from gradwire._scope import cancel_with_caller, time_left, waiting
 from gradwire.autograd.feedback import GradientCodecs
 from gradwire.autograd.ids import MessageId, message_ids, message_protos
 from gradwire.autograd.modes import anomaly_is_wanted
@@ -58,14 +58,13 @@ class Propagation:
         self,
         pending: Pending,
         deliver: Callable[[Any], None],
-        append_unread: Callable[[tuple[type[Any], bytes]], None],
         read_for: Callable[[Pending], None],
         what: str,
     ) -> None:
         self._read_for = read_for
         self._pending = pending
         self._deliver: Callable[[Any], None] | None = deliver
-        self._append_unread = append_unread
+        self._is_delivered = False
         self._lock = threading.Lock()
         self.what = what
 
@@ -76,6 +75,8 @@ class Propagation:
 
     def wait(self) -> None:
         """Returns when everything that it set off is done and its contributions are in the mailboxes."""
+        if self._is_delivered:
+            return
         failure = self._wait_for_failure()
         if failure is not None:
             # A copy. The traceback of the one that the future keeps would lead back to the future, and
@@ -85,26 +86,29 @@ class Propagation:
             if self._deliver is not None:
                 deliver, self._deliver = self._deliver, None
                 deliver(self._pending.result())
+                self._is_delivered = True
 
     def _wait_for_failure(self) -> BaseException | None:
         try:
-            with current_scope().around_wait():
-                self._read_for(self._pending)
-                return self._pending.exception()
+            return waiting(self._wait_for_outcome)
         except CancelledError:
             return Cancelled("the backward that it was part of was given up")
         except BaseException:  # the user interrupts
             self._pending.cancel()
             raise
 
+    def _wait_for_outcome(self) -> BaseException | None:
+        self._read_for(self._pending)
+        return self._pending.exception()
+
     def cancel(self) -> None:
         if self._pending.cancel():
             return
         with self._lock:
             deliver, self._deliver = self._deliver, None
-        if deliver is not None and self._pending.exception() is None:
+        if deliver is not None and self._pending.exception() is None and self._pending.unread is not None:
             # The answer came, but nobody will look into it.
-            self._append_unread((autograd_pb2.PropagateGradientsReply, self._pending.result().body))
+            self._pending.unread(self._pending.result())
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:
@@ -124,9 +128,9 @@ def propagate(
     """
     link = participant.link_to(batch.like)
     run = task.run
-    released = participant.releases_to(link).take()
+    releases = participant.releases_to(link)
+    released = releases.take()
     request = autograd_pb2.PropagateGradientsRequest(
-        context=batch.like.context.proto,
         retain_graph=task.retain_graph or not all(received.is_spent for received, _ in batch.items),
         create_graph=task.create_graph,
         skip_leaves=not task.collect_leaves,
@@ -134,11 +138,12 @@ def propagate(
     )
     if released:
         request.released.extend(message_protos(released))
-    getattr(request, "pass").CopyFrom(task.pass_id(participant).proto)
+    batch.like.context.write(request.context)
+    task.pass_id(participant).write(getattr(request, "pass"))
     if run is not None and run.collect_into is not None:
-        request.collect_into.CopyFrom(run.collect_into.proto)
+        run.collect_into.write(request.collect_into)
     if batch.held is not None:
-        request.held_run.CopyFrom(batch.held.id.proto)
+        batch.held.id.write(request.held_run)
         request.to_come.extend(message_protos(received.source for received in batch.announced))
     if batch.like.compression is not None:
         request.compression.CopyFrom(batch.like.compression)
@@ -153,9 +158,10 @@ def propagate(
         encode_gradients(message, received.source, gradients, encoder, codecs)
     sent = None
     if task.create_graph:
-        request.autograd.context.CopyFrom(batch.like.context.proto)
+        batch.like.context.write(request.autograd.context)
         sent = participant.send(request.autograd, encoder.tensors, batch.like.context, link)
     pending = Pending()
+    pending.unread = releases.unread(autograd_pb2.PropagateGradientsReply)
     # The flag tells the other end to let go after this, if it comes to that.
     lets_go = [] if request.retain_graph else [item for item, _ in batch.items if not item.are_arguments]
     undone = [*released, *(received.source for received in lets_go)]
@@ -171,8 +177,7 @@ def propagate(
         if encoder.saved:
             link.count_saved(encoder.saved)
         cancel_with_caller(pending)
-        unread = participant.releases_to(link).append_unread
-        expect(Propagation(pending, deliver, unread, link.read_for, what))
+        expect(Propagation(pending, deliver, link.read_for, what))
         link.ask(
             link_pb2.METHOD_PROPAGATE_GRADIENTS,
             request.SerializeToString(),
@@ -238,7 +243,7 @@ def encode_gradients(
     codecs: GradientCodecs | None = None,
     position: int = 0,
 ) -> None:
-    message.message.CopyFrom(id.proto)
+    id.write(message.message)
     for slot, gradient in enumerate(gradients):
         if gradient is not None:
             message.slots.append(slot)

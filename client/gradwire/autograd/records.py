@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport.base import Link
+from gradwire.transport.base import Received as ReceivedMessage
 
 if TYPE_CHECKING:
     from gradwire.autograd.groups import Group, Reach
@@ -167,8 +168,8 @@ class _NameReference(weakref.ref["Name"]):
 class Releases:
     """Messages of one other node that nothing here refers to any more, to be told to it.
 
-    They ride on the next message that goes there. `append` and `append_unread` are called by destructors,
-    at any moment and in any thread, so they do nothing but append.
+    They ride on the next message that goes there. `append` and what `unread` returns are called by
+    destructors, at any moment and in any thread, so they do nothing but append.
     """
 
     def __init__(self) -> None:
@@ -179,8 +180,10 @@ class Releases:
         self.append = self._waiting.append
         self.append_learned = self._learned.append
         """For results that came and that later ones may build on."""
-        self.append_unread = self._unread.append
-        """For replies that came and that nobody looked into: the type of the message, and its bytes."""
+
+    def unread(self, kind: type[Any]) -> Callable[[ReceivedMessage], None]:
+        """For replies of a kind that came, and that nobody looks into."""
+        return lambda reply: self._unread.append((kind, reply.body))
 
     def take_unread(self) -> list[tuple[type[Any], bytes]]:
         taken = []

@@ -63,10 +63,11 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     # The context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
     current_scope().context = context  # it was made for this question
     with participant.store.in_use(context), detecting_anomaly(request.detect_anomaly):
-        with torch.set_grad_enabled(request.create_graph):
-            participant.receive_call(
-                request.autograd, decoder, link, f"the gradients for {what}", compression
-            )
+        if request.create_graph:
+            with torch.enable_grad():
+                participant.receive_call(
+                    request.autograd, decoder, link, f"the gradients for {what}", compression
+                )
         items = [
             (sent, decode_gradients(message, decoder, sent.like))
             for sent, message in zip(all_sent, messages, strict=True)

@@ -155,11 +155,22 @@ class Pending(Future[Any]):
     room that it lacks is waiting for."""
     abandon: Callable[[], None] | None = None
     """Set by the link: tells the other end that nobody waits any more."""
+    unread: Callable[[Received], object] | None = None
+    """Set by whoever asks: told of an answer that came when it had just been cancelled. The other end does
+    not know that nobody looks into it."""
 
     # `Future` takes its lock for these, which a state that only ever goes one way does not need.
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._when_settled: list[Callable[[], object]] | None = []
+        """None once they have been called."""
+
     def done(self) -> bool:
         return self._state in _SETTLED
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._exception if self._state == "FINISHED" else super().exception(timeout)
 
     def cancelled(self) -> bool:
         return self._state in _CANCELLED
@@ -173,7 +184,7 @@ class Pending(Future[Any]):
             # will ever pick this future up and do so.
             self.set_running_or_notify_cancel()
             self._condition.notify_all()
-        self._invoke_callbacks()  # type: ignore[attr-defined]
+        self._invoke_callbacks()
         if self.abandon is not None:
             self.abandon()
         return True
@@ -193,15 +204,31 @@ class Pending(Future[Any]):
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Calls back when there is an outcome, on the thread that brings it: it must not block."""
-        super().add_done_callback(lambda _: callback())
+        with self._condition:
+            if self._when_settled is not None:
+                self._when_settled.append(callback)
+                return
+        callback()
+
+    def _invoke_callbacks(self) -> None:
+        """`Future` calls this when there is an outcome."""
+        with self._condition:
+            callbacks, self._when_settled = self._when_settled or (), None
+        call_each(callbacks)
+        if self._done_callbacks:  # type: ignore[attr-defined]
+            super()._invoke_callbacks()  # type: ignore[misc]
 
     def settle(self, outcome: Received | GradwireError) -> bool:
         """Sets the outcome unless there is one already."""
         with self._condition:
             # An answer, a timer and a lost link may race; the condition decides who is first.
-            if self._state != "PENDING":
-                return False
-            self._state = "RUNNING"
+            is_first = self._state == "PENDING"
+            if is_first:
+                self._state = "RUNNING"
+        if not is_first:
+            if self.unread is not None and isinstance(outcome, Received):
+                self.unread(outcome)
+            return False
         if isinstance(outcome, Received):
             self.set_result(outcome)
         else:
@@ -281,6 +308,8 @@ class Link(ABC):
     peer: Identity
     peer_codecs: frozenset[int] = frozenset()
     """What the other end can decode."""
+    annex: Any = None
+    """What the layer above keeps for as long as the link lives."""
 
     @abstractmethod
     def ask(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from typing import Protocol
 
 __all__ = ["BRISK_SECONDS", "watch"]
@@ -22,17 +21,16 @@ class Watched(Protocol):
 
 
 class _Lookout:
-    """Looks once in a millisecond, while there is anything to see."""
+    """Looks every few milliseconds, while there is anything to see."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._watched: set[Watched] = set()
+        """Those of which there is news since the last look, and those that were occupied then."""
         self._is_looking = False
-        self._seen = False
 
     def watch(self, watched: Watched) -> None:
         with self._lock:
-            self._seen = True
             self._watched.add(watched)
             if not self._is_looking:
                 self._is_looking = True
@@ -43,16 +41,16 @@ class _Lookout:
         while True:
             time.sleep(_PAUSE_SECONDS)
             with self._lock:
-                watched, seen, self._seen = list(self._watched), self._seen, False
+                watched, self._watched = self._watched, set()
             now = time.monotonic()
-            occupied = [one.look(now) for one in watched]
-            idle = 0 if seen or any(occupied) else idle + 1
-            if idle > _IDLE_LOOKS:
-                with self._lock:
-                    if not self._seen:
-                        self._is_looking = False
-                        self._watched.clear()
-                        return
+            occupied = {one for one in watched if one.look(now)}
+            idle = 0 if watched else idle + 1
+            with self._lock:
+                self._watched |= occupied
+                if idle > _IDLE_LOOKS and not self._watched:
+                    self._is_looking = False
+                    return
+            del watched, occupied  # nobody is kept for being looked at
 
 
 _lookout = _Lookout()
