@@ -159,15 +159,22 @@ class Pending(Future[Any]):
     """Set by whoever asks: told of an answer that came when it had just been cancelled. The other end does
     not know that nobody looks into it."""
 
-    # `Future` takes its lock for these, which a state that only ever goes one way does not need.
-
     def __init__(self) -> None:
         super().__init__()
+        self._guard: threading.RLock = self._condition._lock  # type: ignore[attr-defined]
+        """That of `Future`, without the detour through its condition."""
         self._when_settled: list[Callable[[], object]] | None = []
         """None once they have been called."""
 
+    # `Future` takes its lock for these, which a state that only ever goes one way does not need.
+
     def done(self) -> bool:
         return self._state in _SETTLED
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self._state == "FINISHED" and self._exception is None:
+            return self._result
+        return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._exception if self._state == "FINISHED" else super().exception(timeout)
@@ -204,7 +211,7 @@ class Pending(Future[Any]):
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Calls back when there is an outcome, on the thread that brings it: it must not block."""
-        with self._condition:
+        with self._guard:
             if self._when_settled is not None:
                 self._when_settled.append(callback)
                 return
@@ -212,7 +219,7 @@ class Pending(Future[Any]):
 
     def _invoke_callbacks(self) -> None:
         """`Future` calls this when there is an outcome."""
-        with self._condition:
+        with self._guard:
             callbacks, self._when_settled = self._when_settled or (), None
         call_each(callbacks)
         if self._done_callbacks:  # type: ignore[attr-defined]
@@ -220,8 +227,8 @@ class Pending(Future[Any]):
 
     def settle(self, outcome: Received | GradwireError) -> bool:
         """Sets the outcome unless there is one already."""
-        with self._condition:
-            # An answer, a timer and a lost link may race; the condition decides who is first.
+        with self._guard:
+            # An answer, a timer and a lost link may race; the lock decides who is first.
             is_first = self._state == "PENDING"
             if is_first:
                 self._state = "RUNNING"

@@ -16,6 +16,8 @@ from typing import Protocol
 __all__ = ["Spinning"]
 
 _SECONDS = 0.001
+_CROWDED_SECONDS = 0.0002
+"""Who is away for so long after letting others go first is in their way."""
 _MOST_SKIPPED = 63
 """How many waits go without, after several for which it was of no use."""
 
@@ -44,12 +46,14 @@ class Spinning:
         if not _one_at_a_time.acquire(blocking=False):
             return
         try:
-            give_up_at = time.monotonic() + _SECONDS
+            now = time.monotonic()
+            give_up_at = now + _SECONDS
             while not self._poll.poll(0):
-                if time.monotonic() > give_up_at:
+                os.sched_yield()
+                before, now = now, time.monotonic()
+                if now > give_up_at or now - before > _CROWDED_SECONDS:
                     self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED)
                     return
-                os.sched_yield()
             self._to_skip = 0
         finally:
             _one_at_a_time.release()
