@@ -174,7 +174,10 @@ class Pending(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         if self._state == "FINISHED" and self._exception is None:
             return self._result
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # else the traceback of an error would lead back to the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._exception if self._state == "FINISHED" else super().exception(timeout)
