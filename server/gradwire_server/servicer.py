@@ -70,9 +70,11 @@ class Servicer:
             encoder, reply, refs = self._runner.run(request, exchange, context)
             table, attachments = encoder.finish()
         reply.tensors.CopyFrom(table)
+        saved = encoder.saved
+        del encoder  # it has the results: once they are sent, only who called decides how long they are kept
         if exchange.link is not None:
-            if encoder.saved:
-                exchange.link.count_saved(encoder.saved)
+            if saved:
+                exchange.link.count_saved(saved)
             released = participant.releases_to(exchange.link).take()
             if released:
                 reply.released.extend(message_protos(released))

@@ -73,11 +73,17 @@ class RecvRpc(torch.autograd.Function):
         received: Received = ctx.received
         has_gradient = any(gradient is not None for gradient in gradients)
         awaits_mail = False
-        if has_gradient or received.group is not None:
+        run = passes.current_run()
+        if run is not None and run.answers(received):
+            if has_gradient:
+                run.contribute(received, gradients)
+        elif has_gradient or received.group is not None:
             task = passes.current_task(_all_leaves_wanted)
             with task:
                 if has_gradient:
-                    awaits_mail = task.dispatch(received, gradients)
+                    # Contributions may come back for what this node sent.
+                    awaits_mail = True
+                    task.dispatch(received, gradients)
                 else:
                     task.pass_by(received)
         if not awaits_mail:

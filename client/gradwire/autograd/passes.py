@@ -53,6 +53,14 @@ class Run:
     held: HeldRun | None = None
     """Set if it is held open for gradients that are still to come."""
 
+    def answers(self, received: Received) -> bool:
+        """Whether gradients for a message go into the reply: the one who asked goes on from there."""
+        return received.are_arguments and received.source.node == self.asker
+
+    def contribute(self, received: Received, gradients: Gradients) -> None:
+        received.spend(gradients, for_good=not self.retain_graph)
+        self.contributions.append((received.source, gradients))
+
 
 class running:
     """Tells the nodes that run inside about a run: torch carries such objects to its engine's threads."""
@@ -116,22 +124,13 @@ class Task:
         if failure is not None:
             self.abandon()
 
-    def dispatch(self, received: Received, gradients: Gradients) -> bool:
-        """Sends gradients on their way, without waiting, or gathers them.
-
-        Whether contributions may come back for what this node sent. Not if they go to the one who asked: it
-        goes on from there.
-        """
+    def dispatch(self, received: Received, gradients: Gradients) -> None:
+        """Sends gradients on their way, without waiting, or gathers them."""
         received.spend(gradients, for_good=not self.retain_graph)
-        run = self.run
-        if run is not None and received.are_arguments and received.source.node == run.asker:
-            run.contributions.append((received.source, gradients))
-            return False
         if received.group is None or not received.group.has_others or self.create_graph:
             self.send(Batch([(received, gradients)], like=received))
         else:
             self._merges.expecting(received, received.group).add(received, gradients, self)
-        return True
 
     def pass_by(self, received: Received) -> None:
         """The recv node of a message ran without a gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -57,7 +58,7 @@ def test_it_gives_up(looks: Looks) -> None:
 def test_where_it_was_of_no_use_it_is_not_tried_for_longer_and_longer(looks: Looks) -> None:
     spin = Spinning(looks)
     tries = [index for index in range(300) if looked(looks, spin)]
-    pauses = [later - one - 1 for one, later in zip(tries, tries[1:], strict=False)]
+    pauses = [later - one - 1 for one, later in itertools.pairwise(tries)]
     assert pauses == [1, 3, 7, 15, 31, 63, 63, 63]
 
 
