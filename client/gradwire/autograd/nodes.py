@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ANCHOR", "add_recv", "add_send", "is_leaf_node", "is_token_node", "received_of"]
 
-ANCHOR = torch.zeros((), requires_grad=True)
+# Not memory of torch's own allocator, which reads its settings when it is first asked for some:
+# `tune_malloc` would come too late.
+ANCHOR = torch.frombuffer(bytearray(4), dtype=torch.float32)[0].requires_grad_()
 """A private leaf below every recv node, so that what arrives can require grad even if nothing that was
 sent did. No gradient ever flows into it."""
 
