@@ -125,7 +125,8 @@ def test_without_room_tensors_go_over_the_socket(launch: Launch) -> None:
 
 def test_nothing_is_left_of_a_worker_that_was_killed(launch: Launch) -> None:
     daemon = launch(SERVED)
-    worker = gw.connect(daemon.address, lost_after=1.0)
+    # Long enough for a busy machine: after a cut, the network may be all that is left.
+    worker = gw.connect(daemon.address, lost_after=5.0)
     kept = worker.double(torch.ones(MIB))
     assert segments_of("self") > 0
     os.kill(daemon.process.pid, signal.SIGKILL)

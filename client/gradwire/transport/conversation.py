@@ -149,9 +149,11 @@ class Conversation(Link):
     def _start_timer(self, asked: Asked, deadline: float, give_up: Callable[[GradwireError], None]) -> None:
         asked.stop_timer()
         left = max(deadline - time.monotonic(), 0.0)
+        asked.timer = call_later(left, partial(give_up, self._too_late(asked)))
+
+    def _too_late(self, asked: Asked) -> DeadlineExceeded:
         message = f"{self.peer} did not answer within {round(asked.timeout or 0.0, 3):g} s"
-        error = DeadlineExceeded(message, worker=str(self.peer))
-        asked.timer = call_later(left, partial(give_up, error))
+        return DeadlineExceeded(message, worker=str(self.peer))
 
     def _keep_back(self, asked: Asked) -> None:
         """There are too many bytes in flight for it now."""
@@ -476,6 +478,9 @@ class Conversation(Link):
         asked.stop_timer()
         if asked.attachments:
             self._leave_window(asked)
+        if asked.deadline is not None and time.monotonic() >= asked.deadline:
+            # Its timer was about to say so. An answer that follows counts as unread.
+            asked.pending.settle(self._too_late(asked))
         if reply.WhichOneof("outcome") == "error":
             if not reply.error.worker:
                 reply.error.worker = str(self.peer)

@@ -25,7 +25,7 @@ __all__ = ["MeetingPoint", "confirm", "meet"]
 log = logging.getLogger("gradwire.link")
 
 _TOKEN_BYTES = 32
-_MEETING_SECONDS = 2.0
+_MEETING_SECONDS = 5.0
 _CREDENTIALS = struct.Struct("3i")
 _ACCEPTED = b"\x01"
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.conformance.ends import Memory, Node
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import Conversation, Exchange, LinkSettings, StreamPair, Streams, frames
+from gradwire.transport import (
+    Conversation,
+    Exchange,
+    LinkSettings,
+    Pending,
+    StreamPair,
+    Streams,
+    conversation,
+    frames,
+)
 from gradwire.transport.outbox import Outbox
+from gradwire.transport.timers import call_later
 
 PING = link_pb2.METHOD_PING
 SETTINGS = LinkSettings(chunk_bytes=10)
@@ -228,6 +240,20 @@ def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> N
     exchanges[0].reply(b"answer")
     pair.run()
     assert pending.result(0).body == b"answer"
+
+
+def test_an_answer_that_comes_late_is_too_late(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the timer that should say so is later still."""
+    monkeypatch.setattr(conversation, "call_later", lambda _, callback: call_later(3600.0, callback))
+    unread: list[object] = []
+    pending = Pending()
+    pending.unread = unread.append
+    pair.left.ask(PING, b"", timeout=0.001, pending=pending)
+    time.sleep(0.002)
+    pair.run()
+    with pytest.raises(errors.DeadlineExceeded, match="did not answer within"):
+        pending.result(0)
+    assert len(unread) == 1
 
 
 def test_acknowledgements_do_not_pile_up(pair: Pair) -> None:
