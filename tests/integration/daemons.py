@@ -108,8 +108,16 @@ class Daemon:
         return self
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal."""
+        """Sends a signal. If it is to stop the process, returns when all its threads have stopped."""
         self.process.send_signal(number)
+        give_up_at = time.monotonic() + DEADLINE
+        while number == signal.SIGSTOP and not self._has_stopped():
+            assert time.monotonic() < give_up_at
+            time.sleep(0.001)
+
+    def _has_stopped(self) -> bool:
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads)
 
     def wait(self) -> int:
         """Its exit code, once it and its log have ended."""

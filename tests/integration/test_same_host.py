@@ -142,12 +142,12 @@ def test_a_stopped_worker_is_lost_and_a_woken_one_is_found_again(launch: Launch)
     daemon = launch(SERVED)
     worker = gw.connect(daemon.address, lost_after=1.0)
     assert worker.double(1) == 2
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.signal(signal.SIGSTOP)
     try:
         with pytest.raises(gw.WorkerLost):
             worker.double(2)
     finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
+        daemon.signal(signal.SIGCONT)
     assert worker.double(torch.ones(MIB)).sum() == 2 * MIB
     worker.close()
 
