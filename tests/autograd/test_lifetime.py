@@ -236,21 +236,25 @@ def test_an_error_that_is_kept_keeps_only_what_its_traceback_shows(trio: Both, l
     assert "no use" in str(error)
 
 
-def test_results_of_a_call_that_was_given_up_are_let_go(
-    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf
-) -> None:
-    trio, workers = local_trio
-    store = workers["a"]._node.participant.store
-    for _ in range(20):
-        future = trio.a.call_async("affine", leaf())
-        future.cancel()
-    trio.a.ping()
-    own = gw.current_context()._node.participant.store
+def check_let_go(worker: gws.Worker) -> None:
+    """Of results on the worker, and of arguments here: each end says so to the other in its own time."""
+    store, own = worker._node.participant.store, gw.current_context()._node.participant.store
     give_up_at = time.monotonic() + RELEASED_WITHIN
     while (store._results or own._arguments) and time.monotonic() < give_up_at:
         time.sleep(0.01)
     assert store._results == {}
     assert own._arguments == {}
+
+
+def test_results_of_a_call_that_was_given_up_are_let_go(
+    local_trio: tuple[Both, dict[str, gws.Worker]], leaf: Leaf
+) -> None:
+    trio, workers = local_trio
+    for _ in range(20):
+        future = trio.a.call_async("affine", leaf())
+        future.cancel()
+    trio.a.ping()
+    check_let_go(workers["a"])
 
 
 def test_results_of_a_call_that_is_given_up_just_when_they_come_are_let_go(
@@ -263,17 +267,11 @@ def test_results_of_a_call_that_is_given_up_just_when_they_come_are_let_go(
         return Pending.settle(self, outcome)
 
     trio, workers = local_trio
-    store = workers["a"]._node.participant.store
     with monkeypatch.context() as patch:
         patch.setattr(CallFuture, "settle", give_up_and_settle)
         with pytest.raises(gw.Cancelled):
             trio.a.call_async("affine", leaf()).result()
-    own = gw.current_context()._node.participant.store
-    give_up_at = time.monotonic() + RELEASED_WITHIN
-    while (store._results or own._arguments) and time.monotonic() < give_up_at:
-        time.sleep(0.01)
-    assert store._results == {}
-    assert own._arguments == {}
+    check_let_go(workers["a"])
 
 
 def test_a_client_that_leaves_takes_everything_along(
