@@ -24,8 +24,9 @@ demo: $(INSTALLED) ## train a model split over two workers on this machine, and 
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 # All of them in several processes, since most of the time is waiting; some of them in one, which starts sooner.
+# A process that crashes is not replaced: pytest-xdist would wait for ever for the tests that it had been given.
 test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest
-	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 4 --dist loadscope)
+	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 4 --dist loadscope --max-worker-restart 0 --maxfail 20)
 
 test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, many kills
 	@$(BIN)/python -m pytest -m slow $(ARGS)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,11 +13,9 @@ import torch
 from gradwire import _calls
 from gradwire._compression import compression
 from gradwire._contexts import Context
-from gradwire._node import current_node
 from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, entered
 from gradwire._stepping import Rehearsal, values_of
-from gradwire._threads import keep_to_torch_threads
 from gradwire._workers import RemoteWorker
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
 from gradwire.nn import RemoteParameters
@@ -34,7 +30,6 @@ __all__ = [
     "Settled",
     "all_of",
     "as_groups",
-    "uninterrupted",
 ]
 
 Item = torch.nn.Module | torch.Tensor | Mapping[str, Any]
@@ -259,31 +254,6 @@ class Settled:
                 self.worked.append(index)
             except GradwireError as error:
                 self.failed.append((index, error))
-
-
-def uninterrupted(work: Callable[[], None]) -> KeyboardInterrupt | None:
-    """Does work that no key may stop halfway, on a thread that no signal reaches.
-
-    Returns the interrupt that came meanwhile, which is left to the caller to raise.
-    """
-    grad_enabled = torch.is_grad_enabled()
-
-    def do() -> None:
-        keep_to_torch_threads()
-        with torch.set_grad_enabled(grad_enabled):
-            work()
-
-    if threading.current_thread() is not threading.main_thread():
-        work()
-        return None
-    done = current_node().pool.submit(copy_context().run, do)
-    interrupted = None
-    while True:
-        try:
-            done.result()
-            return interrupted
-        except KeyboardInterrupt as interrupt:
-            interrupted = interrupt
 
 
 def all_of(calls: Sequence[Callable[[], Any]]) -> list[Any]:

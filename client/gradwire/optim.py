@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gradwire._contexts import Context
+from gradwire._interrupts import Uninterrupted
 from gradwire._optimizer_parts import (
     Group,
     Item,
@@ -26,7 +27,6 @@ from gradwire._optimizer_parts import (
     Settled,
     all_of,
     as_groups,
-    uninterrupted,
 )
 from gradwire._scope import current_scope, entered, time_left
 from gradwire._stepping import MADE, NOT_MADE, UNKNOWN, sum_of_powers
@@ -118,38 +118,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._stepping, _in_context(context):
             local = self._local.gradients(context)
             self._local.check(local, self._skip_nonfinite)
-            interrupted = self._step_remote()
-            self._local.step(local)
-        if interrupted is not None:
-            raise interrupted
+            left = time_left(None)
+            give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
+            for attempt in itertools.count():
+                try:
+                    # No key may leave it made on some workers, or not here. All waits in it have an end.
+                    with Uninterrupted():
+                        self._step_remote(in_turn=attempt > 0)
+                        self._local.step(local)
+                    return
+                except StepRefused as refused:
+                    if refused.reason != "busy" or time.monotonic() >= give_up_at:
+                        raise
+                    # Another trainer steps; come back apart from whoever else waits for the same.
+                    time.sleep(random.uniform(0, min(0.001 * 2**attempt, 0.1)))
 
-    def _step_remote(self) -> KeyboardInterrupt | None:
-        left = time_left(None)
-        give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
-        for attempt in itertools.count():
-            try:
-                if not self._remote:
-                    return None
-                if len(self._remote) == 1 and left is None:
-                    return self._step_one(next(self._tickets), self._remote[0])
-                return self._prepare_and_commit(next(self._tickets), in_turn=attempt > 0)
-            except StepRefused as refused:
-                if refused.reason != "busy" or time.monotonic() >= give_up_at:
-                    raise
-                # Another trainer steps; come back apart from whoever else waits for the same.
-                time.sleep(random.uniform(0, min(0.001 * 2**attempt, 0.1)))
-        raise AssertionError  # mypy: the count has no end
+    def _step_remote(self, *, in_turn: bool) -> None:
+        if len(self._remote) == 1 and time_left(None) is None:
+            self._step_one(next(self._tickets), self._remote[0])
+        elif self._remote:
+            self._prepare_and_commit(next(self._tickets), in_turn=in_turn)
 
-    def _step_one(self, ticket: int, part: RemotePart) -> KeyboardInterrupt | None:
-        """One request. Once it is sent it counts, so nothing may keep this process from the answer."""
+    def _step_one(self, ticket: int, part: RemotePart) -> None:
+        """One request. Once it is sent it counts."""
+        call = part.start("step", ticket, *self._checks(), _PATIENCE_SECONDS)
+        self._conclude(ticket, [part], [call], Settled([call]))
 
-        def step() -> None:
-            call = part.start("step", ticket, *self._checks(), _PATIENCE_SECONDS)
-            self._conclude(ticket, [part], [call], Settled([call]))
-
-        return uninterrupted(step)
-
-    def _prepare_and_commit(self, ticket: int, *, in_turn: bool) -> KeyboardInterrupt | None:
+    def _prepare_and_commit(self, ticket: int, *, in_turn: bool) -> None:
         """Asks all workers whether they can step, then tells them to.
 
         At first all at once. If another trainer was in the way, one after the other, in the order that all
@@ -170,21 +165,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._abort(ticket, asked)
             raise
-        return self._commit(ticket)
+        self._commit(ticket)
 
     def _abort(self, ticket: int, parts: Sequence[RemotePart]) -> None:
         with _without_deadline():
             calls = [part.start("abort", ticket, timeout=_ABORT_SECONDS) for part in parts if part.is_linked]
             Settled(calls)
 
-    def _commit(self, ticket: int) -> KeyboardInterrupt | None:
-        # All have agreed: from here on no deadline and no key may leave some stepped and some not.
-        def commit() -> None:
+    def _commit(self, ticket: int) -> None:
+        # All have agreed: from here on no deadline may leave some stepped and some not.
+        with _without_deadline():
             calls = [part.start("commit", ticket) for part in self._remote]
             self._conclude(ticket, self._remote, calls, Settled(calls))
-
-        with _without_deadline():
-            return uninterrupted(commit)
 
     def _conclude(
         self, ticket: int, parts: Sequence[RemotePart], calls: Sequence[RemoteCall], settled: Settled

@@ -498,22 +498,45 @@ class TestAllOrNothing:
         trained.plain.step()
         assert trained.agrees
 
+    @pytest.mark.parametrize("count", [1, 2])
     def test_an_interrupt_does_not_tear_a_step(
-        self, a: Served, b: Served, monkeypatch: pytest.MonkeyPatch
+        self, a: Served, b: Served, monkeypatch: pytest.MonkeyPatch, count: int
     ) -> None:
-        trained = Trained(a, b, lr=0.1)
+        trained = Trained(a, b if count == 2 else a, lr=0.1)
         trained.backward()
-        commit = WorkerOptimizer.commit
+        method = "commit" if count == 2 else "step"
+        make = getattr(WorkerOptimizer, method)
 
-        def interrupt(self: WorkerOptimizer, ticket: int) -> None:
+        def interrupt(self: WorkerOptimizer, *args: Any) -> None:
             signal.raise_signal(signal.SIGINT)  # in the middle of it: the main thread waits for the reply
-            commit(self, ticket)
+            make(self, *args)
 
-        monkeypatch.setattr(WorkerOptimizer, "commit", interrupt)
+        monkeypatch.setattr(WorkerOptimizer, method, interrupt)
         with pytest.raises(KeyboardInterrupt):
             trained.opt.step()
         trained.plain.step()
         assert trained.agrees
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_a_step_that_is_interrupted_at_any_moment_is_made_everywhere_or_nowhere(
+        self, a: Served, b: Served, count: int
+    ) -> None:
+        main, handler = threading.get_ident(), signal.getsignal(signal.SIGINT)
+        for tenths_of_milliseconds in range(40):
+            trained = Trained(a, b if count == 2 else a, lr=0.1)
+            trained.backward()
+            before = {key: value.clone() for key, value in trained.split.state_dict().items()}
+            timer = threading.Timer(
+                tenths_of_milliseconds / 10_000, lambda: signal.pthread_kill(main, signal.SIGINT)
+            )
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - at any moment of this
+                timer.start()
+                trained.opt.step()
+                threading.Event().wait(20)
+            timer.join()
+            assert signal.getsignal(signal.SIGINT) is handler
+            trained.plain.step()
+            assert trained.agrees or same(trained.split.state_dict(), before)
 
 
 class TestLostAnswers:
