@@ -160,11 +160,25 @@ class Pending(Future[Any]):
     not know that nobody looks into it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._guard: threading.RLock = self._condition._lock  # type: ignore[attr-defined]
-        """That of `Future`, without the detour through its condition."""
+        # Not `Future`'s own: it makes a condition, which takes longer than all the rest, and which nobody
+        # needs whose answer is here when they ask for it, or who reads it themselves.
+        self._guard = threading.RLock()
+        self._awaited: threading.Condition | None = None
+        self._state = "PENDING"
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Callable[[Future[Any]], object]] = []
         self._when_settled: list[Callable[[], object]] | None = []
         """None once they have been called."""
+
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
+        """What `Future` waits with."""
+        with self._guard:
+            if self._awaited is None:
+                self._awaited = threading.Condition(self._guard)
+            return self._awaited
 
     # `Future` takes its lock for these, which a state that only ever goes one way does not need.
 
@@ -225,25 +239,27 @@ class Pending(Future[Any]):
         with self._guard:
             callbacks, self._when_settled = self._when_settled or (), None
         call_each(callbacks)
-        if self._done_callbacks:  # type: ignore[attr-defined]
+        if self._done_callbacks:
             super()._invoke_callbacks()  # type: ignore[misc]
 
     def settle(self, outcome: Received | GradwireError) -> bool:
         """Sets the outcome unless there is one already."""
+        received, error = (outcome, None) if isinstance(outcome, Received) else (None, outcome)
         with self._guard:
             # An answer, a timer and a lost link may race; the lock decides who is first.
             is_first = self._state == "PENDING"
             if is_first:
-                self._state = "RUNNING"
-        if not is_first:
-            if self.unread is not None and isinstance(outcome, Received):
-                self.unread(outcome)
-            return False
-        if isinstance(outcome, Received):
-            self.set_result(outcome)
-        else:
-            self.set_exception(outcome)
-        return True
+                self._result, self._exception = received, error
+                self._state = "FINISHED"
+                for waiter in self._waiters:
+                    (waiter.add_result if error is None else waiter.add_exception)(self)
+                if self._awaited is not None:
+                    self._awaited.notify_all()
+        if is_first:
+            self._invoke_callbacks()
+        elif received is not None and self.unread is not None:
+            self.unread(received)
+        return is_first
 
 
 class Exchange(ABC):
