@@ -100,7 +100,6 @@ def start_call(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     *,
-    timeout: float | None = None,
     target: value_pb2.RemoteRef | None = None,
     keep: autograd_pb2.Keep | None = None,
     devices: DeviceMap = NO_MAP,
@@ -108,7 +107,7 @@ def start_call(
     resolve_ref: Callable[[value_pb2.RemoteRef], object] | None = None,
 ) -> CallFuture:
     """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
-    left = time_left(timeout)
+    left = time_left(None)
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
     agreed = agreed_with(link, compression, function, target)
@@ -120,7 +119,9 @@ def start_call(
         request.args.append(encoder.value(arg, f"args[{index}]"))
     for name, arg in kwargs.items():
         request.kwargs[name].CopyFrom(encoder.value(arg, name))
-    request.devices.extend(devices.places_for(encoder.tensors, link.peer))
+    places = devices.places_for(encoder.tensors, link.peer)
+    if places:
+        request.devices.extend(places)
     participant = current_node().participant
     future = CallFuture(
         partial(_decode_reply, participant, link, function, devices, agreed, resolve_ref),

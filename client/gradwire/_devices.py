@@ -42,7 +42,10 @@ class DeviceMap:
 
     def places_for(self, tensors: Sequence[torch.Tensor], worker: object) -> list[str]:
         """For each argument, the worker's device to put it on; empty if none needs one."""
-        if not self._there and all(tensor.is_cpu for tensor in tensors):
+        for tensor in tensors:
+            if self._there or not tensor.is_cpu:
+                break
+        else:
             return []
         places = [self._place(tensor.device, self._there, f"on {worker}") for tensor in tensors]
         return [str(place or "") for place in places] if any(places) else []

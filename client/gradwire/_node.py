@@ -287,8 +287,7 @@ def current_context_id() -> ContextId:
     scope = current_scope()
     if scope.context is not None:
         return scope.context
-    node = scope.node or default_node()
-    return ContextId(node.identity.node, 0)
+    return (scope.node or default_node()).participant.ambient
 
 
 @atexit.register

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Self, overload
@@ -103,23 +102,24 @@ class RemoteWorker:
         target: value_pb2.RemoteRef | None = None,
         keep: autograd_pb2.Keep | None = None,
     ) -> CallFuture:
+        if timeout is not None:
+            # The time to connect, if that has to be done first, counts.
+            with scope_timeout(timeout):
+                return self._start(function, args, kwargs, target=target, keep=keep)
         # State, optimizers and what objects are made of arrive as they are: they are not sent once a step.
         is_exact = keep is not None or function.startswith("gradwire.")
         compression = NOT_COMPRESSED if is_exact else current_scope().compression or self._compression
-        # The time to connect, if that has to be done first, counts.
-        with nullcontext() if timeout is None else scope_timeout(timeout):
-            return _calls.start_call(
-                self._link,
-                function,
-                args,
-                kwargs,
-                timeout=timeout,
-                target=target,
-                keep=keep,
-                devices=self._devices,
-                compression=compression,
-                resolve_ref=self._adopt,
-            )
+        return _calls.start_call(
+            self._link,
+            function,
+            args,
+            kwargs,
+            target=target,
+            keep=keep,
+            devices=self._devices,
+            compression=compression,
+            resolve_ref=self._adopt,
+        )
 
     # -- values that stay there
 
@@ -203,7 +203,8 @@ class RemoteWorker:
 
     def cleanup(self, context: str, timeout: float | None = 30.0) -> bool:
         """Makes the worker let go of a context, named as `inspect` names it. Whether there was such a one."""
-        request = autograd_pb2.CleanupContextRequest(context=ContextId.from_text(context).proto)
+        request = autograd_pb2.CleanupContextRequest()
+        ContextId.from_text(context).write(request.context)
         pending = self._link.ask(
             link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=time_left(timeout)
         )

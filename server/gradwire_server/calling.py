@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import CoroutineType
 
 import numpy
 import torch
@@ -75,7 +75,7 @@ class CallRunner:
         recipe = self._recipe(served, request, exchange)
         with self._objects.in_use(module):
             result = self._evaluate(served, target, request, exchange)
-        if request.HasField("keep") or self._registry.makes_objects(served):
+        if request.HasField("keep") or served.makes_objects:
             result = self._keep(result, request, owner, recipe)
         refs: list[int] = []
         encoder = wire.Encoder(
@@ -138,7 +138,9 @@ class CallRunner:
             request.compression if request.HasField("compression") else None,
         )
         args = [decoder.value(value, f"args[{index}]") for index, value in enumerate(request.args)]
-        kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
+        kwargs = {}
+        if request.kwargs:  # to ask a map of protobuf for its items takes long
+            kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
         return args, kwargs
 
     def _method(self, target: Held, name: str) -> Served:
@@ -240,7 +242,7 @@ def _call(served: Served, target: Held | None, args: list[object], kwargs: dict[
         args.insert(0, target.value)
     served.bind(args, kwargs)
     result = served.value(*args, **kwargs)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+    return asyncio.run(result) if isinstance(result, CoroutineType) else result
 
 
 def _refs_in(request: autograd_pb2.ForwardWithAutogradRequest) -> Iterator[value_pb2.RemoteRef]:

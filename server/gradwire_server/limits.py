@@ -36,6 +36,8 @@ class HoldLimits:
 
     def check(self, store: ContextStore, objects: Objects, client: int) -> None:
         """Raises ResourceExhausted if a client may not make the worker hold more."""
+        if self._has_room_for_one(store, objects):
+            return
         own_bytes = store.result_bytes.of(client) + objects.bytes.of(client)
         if store.counts.of(client) > self.contexts_per_client:
             raise _too_much_for_one(store.counts.of(client), "contexts", self.contexts_per_client, "end some")
@@ -53,6 +55,19 @@ class HoldLimits:
             raise _too_much_for_all(objects.counts.total, "objects", self.objects)
         if all_bytes > self.bytes:
             raise _too_much_for_all(all_bytes, _BYTES, self.bytes)
+
+    def _has_room_for_one(self, store: ContextStore, objects: Objects) -> bool:
+        """Whether a single client might hold all that is held: then it need not be worked out who does."""
+        contexts, kept = store.counts.total, objects.counts.total
+        size = store.result_bytes.total + objects.bytes.total
+        return (
+            contexts <= self.contexts_per_client
+            and contexts <= self.contexts
+            and kept <= self.objects_per_client
+            and kept <= self.objects
+            and size <= self.bytes_per_client
+            and size <= self.bytes
+        )
 
 
 def _too_much_for_one(held: int, what: str, limit: int, advice: str) -> ResourceExhausted:

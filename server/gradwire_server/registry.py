@@ -107,6 +107,8 @@ class Served:
         self.value = value
         self.signature = _signature(like or value)
         """Of the function itself, or of the one that it is `like`."""
+        self.makes_objects = inspect.isclass(value)
+        """Whether calling it makes an object that stays here."""
         self._fitting: set[tuple[int, tuple[str, ...]]] = set()
         """Numbers of arguments, and names of keywords, that are known to fit: binding is slow."""
 
@@ -190,10 +192,6 @@ class Registry:
     def add_internal(self, name: str, value: Callable[..., object]) -> None:
         """Serves a part of gradwire itself, which is not listed."""
         self._internal[name] = Served(name, value)
-
-    def makes_objects(self, served: Served) -> bool:
-        """Whether calling it makes an object that stays here."""
-        return inspect.isclass(served.value)
 
     def is_instance_of_served(self, value: object) -> bool:
         return type(value) in self._classes

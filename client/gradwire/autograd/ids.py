@@ -35,10 +35,6 @@ class ContextId(NamedTuple):
     def write(self, message: autograd_pb2.ContextId) -> None:
         message.node, message.number = self
 
-    @property
-    def proto(self) -> autograd_pb2.ContextId:
-        return autograd_pb2.ContextId(node=self.node, number=self.number)
-
     def __str__(self) -> str:
         return f"{self.node:016x}:{self.number}"
 

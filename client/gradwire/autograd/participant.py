@@ -45,6 +45,8 @@ class Participant:
 
     def __init__(self, node: int, find_link: Callable[[int], Link | None]) -> None:
         self.node = node
+        self.ambient = ContextId(node, 0)
+        """The context of what this node does outside of any other."""
         self.store = ContextStore()
         self.feedback = ErrorFeedback()
         self._find_link = find_link
@@ -107,7 +109,7 @@ class Participant:
             if learned:
                 request.autograd.knows.extend(message_protos(learned))
             # A node's own ambient context ends with the node, and its peers notice that by themselves.
-            if context != ContextId(self.node, 0):
+            if context != self.ambient:
                 self.store.get(context).involved.add(link)
             sent = self.send(request.autograd, tensors, context, link)
         released = releases.take()
@@ -332,10 +334,11 @@ class Participant:
         So it does not learn what there is to release of its own, nor which results it could release here.
         """
         link = exchange.link
-        released = message_ids(reply.released)
-        results = [MessageId.parse(reply.autograd.message)] if reply.HasField("autograd") else []
-        if link is None or not (released or results):
+        has_results = reply.HasField("autograd")
+        if link is None or not (reply.released or has_results):
             return
+        released = message_ids(reply.released)
+        results = [MessageId.parse(reply.autograd.message)] if has_results else []
         releases = self.releases_to(link)
 
         def undo() -> None:
@@ -404,12 +407,12 @@ class Participant:
         return self.store.release_sent_to(asker, id)
 
     def _end_elsewhere(self, context: ContextState, *, owner_is_gone: bool) -> None:
-        request = autograd_pb2.CleanupContextRequest(
-            context=context.id.proto, owner_is_gone=owner_is_gone
-        ).SerializeToString()
+        request = autograd_pb2.CleanupContextRequest(owner_is_gone=owner_is_gone)
+        context.id.write(request.context)
+        body = request.SerializeToString()
         for link in list(context.involved):
             try:
-                link.ask(link_pb2.METHOD_CLEANUP_CONTEXT, request, timeout=60.0)
+                link.ask(link_pb2.METHOD_CLEANUP_CONTEXT, body, timeout=60.0)
             except GradwireError:
                 continue  # gone, and everything with it
 

@@ -186,7 +186,7 @@ def _backward(
     gradients: Sequence[torch.Tensor],
 ) -> None:
     into = run.collect_into or context
-    if run.collect_leaves and into == ContextId(participant.node, 0):
+    if run.collect_leaves and into == participant.ambient:
         # This node's own ambient context: what a plain backward() here would do, started elsewhere.
         backward_into_grad(roots, gradients, run)
     else:

@@ -228,7 +228,7 @@ class Reading:
             # To be interrupted while waiting here is harmless.
             if not self._source.has_more:
                 self._spin()
-                if any(ready == self._wake for ready, _ in self._poll.poll()):
+                if (self._wake, select.POLLIN) in self._poll.poll():
                     _drain(self._wake)
                     continue
             try:

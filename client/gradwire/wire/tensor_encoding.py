@@ -27,26 +27,30 @@ _QUANTIZATION_SCHEMES = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 _CHANNEL_SCHEMES = (torch.per_channel_affine, torch.per_channel_symmetric)
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, or one element over and over as the gradient of a sum is, on the CPU,
-    and has nothing unusual about it."""
+def _size_if_simple(tensor: torch.Tensor) -> int | None:
+    """The bytes of a tensor that is contiguous, or one element over and over as the gradient of a sum is, on
+    the CPU, and has nothing unusual about it; None for any other."""
     if not (
         (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and tensor.is_cpu
         and tensor.layout is _STRIDED
-        and (tensor.is_contiguous() or not any(tensor.stride()))
         and tensor.dtype in NUMBERS
         and not (tensor.is_quantized or tensor.is_nested)
         and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
     ):
-        return False
+        return None
+    if tensor.is_contiguous():
+        size = tensor.nbytes
+    elif not any(tensor.stride()):
+        size = tensor.itemsize
+    else:
+        return None
     try:
         # Raises where there is none, as for tensors inside torch.func.
-        storage = tensor.untyped_storage()
-        size = tensor.nbytes if tensor.is_contiguous() else tensor.itemsize
-        return tensor.storage_offset() * tensor.itemsize + size <= storage.nbytes()
+        is_whole = tensor.storage_offset() * tensor.itemsize + size <= tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
-        return False
+        return None
+    return size if is_whole else None
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
@@ -100,7 +104,8 @@ class TensorWriter:
         self._indices: dict[int, int] = {}
         self._codec = codec
         self._codecs: dict[int, Codec] = {}
-        self._simple = True
+        self._size: int | None = 0
+        """Of the tensor that was added last. None: some are not simple."""
         self._finished = False
 
     def add(self, tensor: torch.Tensor, codec: Codec | None = None) -> int:
@@ -110,11 +115,12 @@ class TensorWriter:
         index = self._indices.get(id(tensor))
         if index is not None:
             return index
-        if not _is_simple(tensor):
-            self._simple = False
+        size = _size_if_simple(tensor)
+        if size is None:
             reason = _why_not(tensor)
             if reason is not None:
                 raise TypeError(reason)
+        self._size = None if self._size is None else size
         index = self._indices[id(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         return index
@@ -124,19 +130,20 @@ class TensorWriter:
         if self._finished:
             raise RuntimeError("finish() was called before; an encoder is for one message")
         self._finished = True
-        is_one = self._simple and len(self.tensors) == 1
-        if self.tensors and not (is_one and self._write_one(self.tensors[0])):
+        if self.tensors and not self._write_one():
             self._write_all()
         return self.table, self.storages.attachments
 
-    def _write_one(self, tensor: torch.Tensor) -> bool:
+    def _write_one(self) -> bool:
         """The short way for one small simple tensor, which shares memory with nothing else."""
+        size = self._size
+        if size is None or len(self.tensors) > 1:
+            return False
+        tensor = self.tensors[0]
         shape = tensor.shape
         # Dimensions of size 0 and 1 may have any stride and count as contiguous all the same.
         if 1 in shape or 0 in shape:
             return False
-        is_repeated = not tensor.is_contiguous()
-        size = tensor.itemsize if is_repeated else tensor.nbytes
         if self.storages.is_attached(size):
             return False
         if (self._codec is not None or self._codecs) and size >= COMPRESS_FROM:
@@ -146,7 +153,7 @@ class TensorWriter:
         message.shape.extend(shape)
         if tensor.requires_grad:
             message.requires_grad = True
-        if is_repeated:
+        if size != tensor.nbytes:  # one element over and over
             message.strides.extend(tensor.stride())
         message.storage = self.storages.inline(ctypes.string_at(tensor.data_ptr(), size))
         return True
