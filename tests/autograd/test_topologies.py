@@ -54,6 +54,12 @@ def a_parameter_itself(call: Call, x: torch.Tensor) -> torch.Tensor:
     return (call("a", "leaf") * x).sum() + call("b", "leaf").sum()
 
 
+def around_another_worker(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """On a worker, what leads to a call elsewhere and what goes around it meet again; no argument does."""
+    first, second = (call("a", "hop", x.detach(), ["b"]) for _ in range(2))
+    return (first * second * x).sum()
+
+
 def the_argument_itself(call: Call, x: torch.Tensor) -> torch.Tensor:
     return (call("a", "same", x * 2) * x).sum()
 

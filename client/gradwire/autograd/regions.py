@@ -2,7 +2,9 @@
 
 A walk goes from tensors that are about to be sent back to where the graph is known already. The nodes that
 it finds first are a `Region`. Regions are to one another as their nodes are, so what a message reaches can
-be read off them. Nodes never change what they lead to, so what was found once stays true.
+be read off them; only that two of the same walk may lead to each other: some nodes of the one lead to those
+of the other, and those to the rest of the one. Nodes never change what they lead to, so what was found once
+stays true.
 """
 
 from __future__ import annotations
@@ -77,9 +79,13 @@ class Region:
 
         Else each of many calls in a row would be a step on the way to what the first one reached.
         """
-        region = self
+        region, passed = self, {self}
         while not region.is_part and region.name is None and len(region.below) == 1:
-            (region,) = region.below
+            (below,) = region.below
+            if below in passed:
+                break  # a circle, which leads to nothing else
+            passed.add(below)
+            region = below
         return region
 
 
