@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 from gradwire.autograd.nodes import ANCHOR, is_leaf_node
 from gradwire.autograd.passes import Run, running
@@ -42,16 +42,29 @@ def backward_to_leaves(
     Recv nodes on the way propagate to other nodes; it returns when those are done, too.
     """
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
+    edges = [GradientEdge(node, 0) for node in leaves]
     try:
         with running(run):
-            found = torch.autograd.grad(
-                roots,  # type: ignore[arg-type] # tensors and edges mix
-                [GradientEdge(node, 0) for node in leaves],
-                gradients,
-                retain_graph=run.retain_graph,
-                create_graph=run.create_graph,
-                allow_unused=True,
-            )
+            if run.asker is not None:
+                # What torch.autograd.grad comes down to for gradients that are known to fit.
+                found = _engine_run_backward(
+                    tuple(roots),
+                    tuple(gradients),
+                    run.retain_graph,
+                    run.create_graph,
+                    tuple(edges),
+                    allow_unreachable=True,
+                    accumulate_grad=False,
+                )
+            else:
+                found = torch.autograd.grad(
+                    roots,  # type: ignore[arg-type] # tensors and edges mix
+                    edges,
+                    gradients,
+                    retain_graph=run.retain_graph,
+                    create_graph=run.create_graph,
+                    allow_unused=True,
+                )
     except RuntimeError as error:
         _explain_anomaly(error, roots)
         raise

@@ -34,6 +34,11 @@ __all__ = [
 ]
 
 _RUN_KEY = "gradwire.run"
+_unstash: Callable[[str], None] = getattr(
+    torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None)
+)
+"""Not just None in its place, where torch can do better: what is there when a thread ends, torch lets go of
+then, which is too late for Python if the process ends, too."""
 
 
 @dataclass(slots=True)
@@ -75,7 +80,10 @@ class running:
         torch._C._stash_obj_in_tls(_RUN_KEY, self._run)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_RUN_KEY, self._before)
+        if self._before is None:
+            _unstash(_RUN_KEY)
+        else:
+            torch._C._stash_obj_in_tls(_RUN_KEY, self._before)
 
 
 def current_run() -> Run | None:

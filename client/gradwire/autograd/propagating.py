@@ -254,7 +254,7 @@ def encode_gradients(
 def decode_gradients(
     message: autograd_pb2.Gradients,
     decoder: wire.Decoder,
-    like: Sequence[tuple[torch.Size, torch.device]],
+    like: Sequence[tuple[torch.Size, torch.device, bool]],
 ) -> list[torch.Tensor | None]:
     """The gradients for the tensors of a message, on the devices of those tensors."""
     gradients: list[torch.Tensor | None] = [None] * len(like)
@@ -264,10 +264,12 @@ def decode_gradients(
         if slot >= len(like) or index >= len(decoder.tensors):
             raise MalformedMessage(f"slot {slot} with tensor {index} does not exist: there are {len(like)}")
         gradient = decoder.tensors[index]
-        shape, device = like[slot]
-        if gradient.shape != shape:
+        shape, device, is_complex = like[slot]
+        if gradient.shape != shape or gradient.is_complex() != is_complex:
+            kind = "complex" if is_complex else "real"
             raise MalformedMessage(
-                f"a gradient of shape {tuple(gradient.shape)} for a tensor of shape {tuple(shape)}"
+                f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} for a {kind} tensor of "
+                f"shape {tuple(shape)}"
             )
         gradients[slot] = gradient.to(device)
     return gradients

@@ -71,7 +71,7 @@ class SentArguments:
         self.context = context
         self.peer = peer
         """The node that they went to."""
-        self.like = [(tensor.shape, tensor.device) for tensor in tensors]
+        self.like = [(tensor.shape, tensor.device, tensor.is_complex()) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
         self.group: Group | None = None
@@ -150,7 +150,7 @@ class SentResults:
         # Keeps the graph alive until the receiver releases it. Not the tensors: a function that keeps one
         # may modify it in place later, and then the tensor is somewhere else in the graph.
         self.edges: list[GradientEdge | None] = [get_gradient_edge(tensor) for tensor in tensors]
-        self.like = [(tensor.shape, tensor.device) for tensor in tensors]
+        self.like = [(tensor.shape, tensor.device, tensor.is_complex()) for tensor in tensors]
         self.bytes = sum(map(nbytes, tensors))
         self.check_fresh = check_fresh
         """Raises if the parameters are no longer those of the forward."""
