@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -374,6 +375,9 @@ def serve(
     signals = _Signals()
     loading.use_working_directory()
     served = [*loading.load_all(modules), *map(loading.load_instance, expose_instance)]
+    # What was loaded stays. The collector would look at all of it now and then, torch included, while
+    # everything else waits.
+    gc.freeze()
     signals.loaded()
     optional = {} if max_message_bytes is None else {"max_message_bytes": max_message_bytes}
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import torch
@@ -15,6 +14,3 @@ torch.set_num_threads(1)
 place = remote_place(os.environ["PLACE"])
 for function in place.functions:
     gws.expose(function)
-
-# What was imported stays: counting what is left over need not look at it each time.
-gc.freeze()
