@@ -85,8 +85,11 @@ class entered:
 
 def waiting(wait: Callable[[], T]) -> T:
     """Waits for another process, or for another call: others may compute meanwhile."""
-    around_wait = _scope.get().around_wait
+    scope = _scope.get()
+    around_wait = scope.around_wait
     try:
+        if scope.exchange is not None:
+            scope.exchange.step_aside()
         if around_wait is None:
             return wait()
         with around_wait():

@@ -23,6 +23,7 @@ from gradwire.transport import (
     LinkSettings,
     LocalStreams,
     MeetingPoint,
+    Reception,
     Room,
     StreamPair,
     Streams,
@@ -74,6 +75,8 @@ class Hub:
         self._closed = False
         self._meeting_point: MeetingPoint | None = None
         """Opened for the first client that could come there."""
+        self._reception: Reception | None = None
+        """For those who came."""
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -107,6 +110,8 @@ class Hub:
             readers = list(self._readers)
         for reader in readers:
             reader.join(max(give_up_at - time.monotonic(), 0.0))
+        if self._reception is not None:
+            self._reception.close(max(give_up_at - time.monotonic(), 0.0))
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The gRPC method Link: yields what is to be written, while a thread reads."""
@@ -162,6 +167,12 @@ class Hub:
                 self._meeting_point = MeetingPoint.open(self._on_met)
             return self._meeting_point
 
+    def _open_reception(self) -> Reception:
+        with self._lock:
+            if self._reception is None:
+                self._reception = Reception()
+            return self._reception
+
     def _on_met(self, purpose: object, connection: socket.socket) -> None:
         """A client of this host came, who has a stream already: reads what it says from here on."""
         assert isinstance(purpose, tuple)
@@ -176,7 +187,7 @@ class Hub:
         except OSError:
             local.close(discard=True)
         try:
-            local.carry(session.conversation, gives_way=False)
+            local.carry(session.conversation, self._open_reception())
         except GradwireError as error:
             session.conversation.refuse(error)
         finally:

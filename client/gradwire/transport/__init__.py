@@ -22,6 +22,7 @@ from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.in_process import InProcessLink
 from gradwire.transport.local_streams import LocalStreams
 from gradwire.transport.lookout import BRISK_SECONDS
+from gradwire.transport.reception import Reception
 from gradwire.transport.room import Room
 from gradwire.transport.same_host import MeetingPoint, confirm
 from gradwire.transport.streams import StreamPair, Streams
@@ -43,6 +44,7 @@ __all__ = [
     "MeetingPoint",
     "Pending",
     "Received",
+    "Reception",
     "Room",
     "Sendable",
     "StreamPair",

@@ -314,6 +314,9 @@ class Exchange(ABC):
         """For whoever takes the question: whether the thread that brings it may be used to answer it."""
         return False
 
+    def step_aside(self) -> None:  # noqa: B027
+        """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
+
     @abstractmethod
     def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
         """Answers. Later answers to the same question are ignored."""

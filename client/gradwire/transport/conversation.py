@@ -217,6 +217,11 @@ class Conversation(Link):
         if streams is not None:
             streams.flush()
 
+    def _flush_answer(self) -> None:
+        streams = self._streams
+        if streams is not None:
+            streams.flush_answer()
+
     # -- sending; all with the lock held
 
     def _remember_withdrawn(self, id: int) -> None:

@@ -204,7 +204,7 @@ class GrpcLink(Conversation):
         self._carried = True
         self._connected.set()
         try:
-            local.carry(self, gives_way=True)
+            local.carry(self)
         finally:
             self._carried = False
         if self._ended is None:

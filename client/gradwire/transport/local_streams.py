@@ -18,6 +18,7 @@ from gradwire.transport.frames import LENGTH
 from gradwire.transport.inbound import Whole
 from gradwire.transport.local_outbox import LocalOutbox
 from gradwire.transport.local_reading import Reading
+from gradwire.transport.reception import Reception
 from gradwire.transport.room import Allowance
 from gradwire.transport.segments import Borrowed, Lent
 from gradwire.transport.streams import Streams
@@ -27,7 +28,7 @@ __all__ = ["LocalStreams"]
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
 """In one read. The kernel drops what does not fit."""
-_CLOSE_ON_EXEC, _CUT_OFF = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+_HOW_TO_READ, _CUT_OFF = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT), int(socket.MSG_CTRUNC)
 """As plain numbers: what is computed with the members of an enum takes longer than a system call."""
 
 
@@ -45,28 +46,56 @@ class LocalStreams(Streams):
         self._borrowed = Borrowed(settings.max_message_bytes, outbox.return_segment)
         self._descriptors: deque[int] = deque()
         self.has_more = False
-        self._frames: Iterator[bytes] = self._read_until_end()
+        self._frames: Iterator[bytes | None] = self._read_until_end()
         self._reading: Reading | None = None
+        self._reception: Reception | None = None
 
-    def carry(self, conversation: Conversation, *, gives_way: bool) -> None:
-        """Begins to write, and reads until either end closes. Raises if what came broke the protocol."""
-        self._reading = Reading(
-            self, partial(conversation.receive_or_refuse, streams=self), gives_way=gives_way
-        )
+    def carry(self, conversation: Conversation, reception: Reception | None = None) -> None:
+        """Begins to write, and reads until either end closes. Raises if what came broke the protocol.
+
+        With a `reception` that does the reading; else whoever waits for something does.
+        """
+        receive = partial(conversation.receive_or_refuse, streams=self)
         self._outbox.start()
         try:
-            self._reading.run()
+            if reception is not None:
+                self._reception = reception
+                reception.attend(self, receive)
+            else:
+                self._reading = Reading(self, receive)
+                self._reading.run()
         finally:
-            # Else these would keep one another, and what they have mapped, until the collector comes.
-            self._reading, self._frames = None, iter(())
-            self._borrowed.drop_all()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        # Else these would keep one another, and what they have mapped, until the collector comes.
+        self._reading, self._reception, self._frames = None, None, iter(())
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._outbox.finish()
+        self._connection.close()
+        self._borrowed.drop_all()
 
     def flush(self) -> None:
+        reading = self._reading
+        if reading is not None:
+            reading.asked()
         self._outbox.flush()
 
+    def flush_answer(self) -> None:
+        reception = self._reception
+        if reception is None or not reception.will_write(self):
+            self._outbox.flush()
+
     def may_run_here(self) -> bool:
-        reading = self._reading
-        return not self.is_amid and reading is not None and reading.may_run_here()
+        turns = self._reading or self._reception
+        return not self.is_amid and turns is not None and turns.may_run_here()
+
+    def step_aside(self) -> None:
+        turns = self._reading or self._reception
+        if turns is not None:
+            turns.step_aside()
 
     def read_for(self, pending: Pending) -> None:
         reading = self._reading
@@ -76,7 +105,7 @@ class LocalStreams(Streams):
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def __next__(self) -> bytes:
+    def __next__(self) -> bytes | None:
         return next(self._frames)
 
     def take(self, frame: link_pb2.Frame, kind: str | None) -> Whole | None:
@@ -98,26 +127,24 @@ class LocalStreams(Streams):
             return super().take(frame, kind)
         return None
 
-    def _read_until_end(self) -> Iterator[bytes]:
-        """The frames that come, until either end closes."""
+    def _read_until_end(self) -> Iterator[bytes | None]:
+        """The frames that come, until either end closes. None where the next has not come whole."""
         try:
             yield from self._read()
         except OSError:
             pass  # cut
-        finally:
-            for descriptor in self._descriptors:
-                os.close(descriptor)
-            self._descriptors.clear()
-            self._outbox.finish()
-            self._connection.close()
 
-    def _read(self) -> Iterator[bytes]:
+    def _read(self) -> Iterator[bytes | None]:
         space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
         received = bytearray()
         at = 0
         while True:
             # One read brings many small frames.
-            data, ancillary, flags, _ = self._connection.recvmsg(_READ_BYTES, space, _CLOSE_ON_EXEC)
+            try:
+                data, ancillary, flags, _ = self._connection.recvmsg(_READ_BYTES, space, _HOW_TO_READ)
+            except BlockingIOError:
+                yield None
+                continue
             if not data:
                 return
             if ancillary or flags & _CUT_OFF:
@@ -134,7 +161,7 @@ class LocalStreams(Streams):
                 end = at + 4 + length
                 if len(received) < end:
                     if length > _READ_BYTES:
-                        self._read_rest(received, end)
+                        yield from self._read_rest(received, end)
                         continue
                     break
                 frame = bytes(memoryview(received)[at + 4 : end])
@@ -144,13 +171,17 @@ class LocalStreams(Streams):
             del received[:at]
             at = 0
 
-    def _read_rest(self, received: bytearray, end: int) -> None:
+    def _read_rest(self, received: bytearray, end: int) -> Iterator[None]:
         """Reads the rest of a large frame, which brings no descriptors."""
         have = len(received)
         received.extend(bytes(end - have))
         with memoryview(received) as view:
             while have < end:
-                count = self._connection.recv_into(view[have:end])
+                try:
+                    count = self._connection.recv_into(view[have:end], 0, _HOW_TO_READ)
+                except BlockingIOError:
+                    yield None
+                    continue
                 if not count:
                     raise ConnectionResetError
                 have += count

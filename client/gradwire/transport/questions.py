@@ -92,6 +92,9 @@ class Served(Exchange):
     def may_run_here(self) -> bool:
         return self._streams.may_run_here()
 
+    def step_aside(self) -> None:
+        self._streams.step_aside()
+
     def begin(self) -> None:
         self._conversation.allowance.give_back(self.id)
 
@@ -118,4 +121,4 @@ class Served(Exchange):
                 self.request = Received(b"")  # its memory is not needed for answering again
                 self._when_cancelled.clear()
                 self._conversation._send_answer(self)
-        self._conversation._flush()
+        self._conversation._flush_answer()

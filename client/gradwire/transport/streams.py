@@ -46,9 +46,16 @@ class Streams:
     def flush(self) -> None:
         """Writes what was put, where nobody does so unasked."""
 
+    def flush_answer(self) -> None:
+        """The same for an answer. It may leave a little later, together with others."""
+        self.flush()
+
     def may_run_here(self) -> bool:
         """Whether a question may be answered by the thread that brings it."""
         return False
+
+    def step_aside(self) -> None:
+        """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
 
     def read_for(self, pending: Pending) -> None:
         """Reads until there is an answer, where the thread that waits for it can."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 __all__ = ["Timer", "call_later"]
 
@@ -33,67 +36,112 @@ class Timer:
 
 
 class _Clock:
-    """Runs while there are timers to wait for, and a little longer."""
+    """Runs while there are timers to wait for, and a little longer.
+
+    A timer that is lost is a wait without an end. Timers are set and cancelled at any moment: by destructors,
+    within any line of this very code, and by people's code that an interrupt ends between any two lines. So
+    the heap belongs to the clock's thread alone, and whoever sets a timer only leaves it there.
+    """
 
     IDLE_SECONDS = 5.0
+    LONGEST_SLEEP = 3600.0
     KEPT_CANCELLED = 1000
     """Entries of cancelled timers are swept out when there are more, and more than of live ones."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._incoming: deque[Timer] = deque()
+        self._notices: SimpleQueue[None] = SimpleQueue()
+        """One wakes the thread, also if it comes before the thread sleeps."""
+        self._sleeps_until = -math.inf
         self._heap: list[tuple[float, int, Timer]] = []
         self._counter = itertools.count()
         self._cancelled = 0
+        self._is_crowded = False
+        self._start_lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         timer = Timer(self, time.monotonic() + seconds, callback)
-        with self._changed:
-            heapq.heappush(self._heap, (timer.due, next(self._counter), timer))
-            if self._thread is None:
+        self._incoming.append(timer)
+        if timer.due < self._sleeps_until:
+            self._notices.put(None)
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            self._start()
+        return timer
+
+    def _start(self) -> None:
+        with self._start_lock:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="gradwire-timers", daemon=True)
                 self._thread.start()
-            elif self._heap[0][2] is timer:
-                self._changed.notify()
-        return timer
 
     def count_cancelled(self) -> None:
         # Nearly every call is answered long before its deadline: without this the heap would hold the
         # timers of all calls of the last minutes.
-        with self._changed:
-            self._cancelled += 1
-            if self._cancelled > max(self.KEPT_CANCELLED, len(self._heap) // 2):
-                self._heap = [entry for entry in self._heap if entry[2].callback is not None]
-                heapq.heapify(self._heap)
-                self._cancelled = 0
+        self._cancelled += 1
+        kept = len(self._heap) + len(self._incoming)
+        if not self._is_crowded and self._cancelled > max(self.KEPT_CANCELLED, kept // 2):
+            self._is_crowded = True
+            self._notices.put(None)
 
-    def _next_due(self) -> Timer | None:
-        """Waits for the next timer; None when there was nothing to wait for."""
-        with self._changed:
-            while True:
-                while self._heap and self._heap[0][2].callback is None:
-                    heapq.heappop(self._heap)
-                    self._cancelled -= 1
-                if not self._heap:
-                    self._changed.wait(self.IDLE_SECONDS)
-                    if not self._heap:
-                        self._thread = None
-                        return None
-                    continue
-                wait = self._heap[0][0] - time.monotonic()
-                if wait <= 0:
-                    return heapq.heappop(self._heap)[2]
-                self._changed.wait(wait)
+    # -- the thread
 
     def _run(self) -> None:
-        while (timer := self._next_due()) is not None:
+        while True:
+            timer = self._next_due()
+            if timer is None:
+                if self._ends():
+                    return
+                continue
             callback, timer.callback = timer.callback, None
             if callback is None:
                 continue
             try:
                 callback()
-            except Exception:
+            except BaseException:  # this thread must go on, whatever it is
                 log.exception("a timer's callback failed")
+
+    def _next_due(self) -> Timer | None:
+        """Waits for the next timer; None when there was nothing to wait for."""
+        while True:
+            self._take_in()
+            now = time.monotonic()
+            if self._heap and self._heap[0][0] <= now:
+                return heapq.heappop(self._heap)[2]
+            longest = self.LONGEST_SLEEP if self._heap else self.IDLE_SECONDS
+            self._sleeps_until = min(self._heap[0][0], now + longest) if self._heap else now + longest
+            try:
+                # Who came just before this was set did not leave a notice.
+                if not self._incoming:
+                    self._notices.get(timeout=self._sleeps_until - now)
+            except Empty:
+                if not self._heap:
+                    return None
+            finally:
+                self._sleeps_until = -math.inf
+
+    def _take_in(self) -> None:
+        if self._is_crowded:
+            self._heap = [entry for entry in self._heap if entry[2].callback is not None]
+            heapq.heapify(self._heap)
+            self._cancelled, self._is_crowded = 0, False
+        while self._incoming:
+            timer = self._incoming.popleft()
+            if timer.callback is not None:
+                heapq.heappush(self._heap, (timer.due, next(self._counter), timer))
+        while self._heap and self._heap[0][2].callback is None:
+            heapq.heappop(self._heap)
+
+    def _ends(self) -> bool:
+        """Whether there is still nothing to wait for."""
+        with self._start_lock:
+            me, self._thread = self._thread, None
+            # Whoever comes from here on starts another.
+            if not self._incoming:
+                return True
+            self._thread = me
+            return False
 
 
 _clock = _Clock()
@@ -105,7 +153,7 @@ def call_later(seconds: float, callback: Callable[[], object]) -> Timer:
 
 
 def _after_fork() -> None:
-    # The thread did not come along, and its lock may have been held.
+    # The thread did not come along.
     global _clock
     _clock = _Clock()
 

@@ -58,9 +58,9 @@ class Desk:
 
 
 @contextmanager
-def open_line(desk: Desk, *, gives_way: bool) -> Iterator[tuple[Line, Reading]]:
+def open_line(desk: Desk) -> Iterator[tuple[Line, Reading]]:
     line = Line()
-    reading = desk.reading = Reading(line, desk.receive, gives_way=gives_way)
+    reading = desk.reading = Reading(line, desk.receive)
     thread = threading.Thread(target=reading.run, name="keeper")
     thread.start()
     try:
@@ -90,7 +90,7 @@ def exchange(line: Line, reading: Reading, desk: Desk, frame: bytes) -> None:
 
 def test_one_who_asks_again_and_again_reads_the_answers_itself() -> None:
     desk = Desk()
-    with open_line(desk, gives_way=True) as (line, reading):
+    with open_line(desk) as (line, reading):
         for _ in range(200):
             exchange(line, reading, desk, b"a")
     assert desk.threads.count(threading.current_thread().name) > 0
@@ -98,7 +98,7 @@ def test_one_who_asks_again_and_again_reads_the_answers_itself() -> None:
 
 def test_what_comes_unasked_is_read_soon_after() -> None:
     desk = Desk()
-    with open_line(desk, gives_way=True) as (line, reading):
+    with open_line(desk) as (line, reading):
         for number in range(20):
             exchange(line, reading, desk, b"a")
             line.far.send(b"b")
@@ -107,7 +107,7 @@ def test_what_comes_unasked_is_read_soon_after() -> None:
 
 def test_a_deadline_ends_the_wait_of_the_one_who_reads() -> None:
     desk = Desk()
-    with open_line(desk, gives_way=True) as (line, reading):
+    with open_line(desk) as (line, reading):
         for _ in range(5):
             exchange(line, reading, desk, b"a")
             late = desk.ask(b"z")
@@ -129,7 +129,7 @@ def test_many_who_wait_all_get_their_answers() -> None:
             done.append(frame)
 
     done: list[bytes] = []
-    with open_line(desk, gives_way=True) as (line, reading):
+    with open_line(desk) as (line, reading):
         threads = [
             threading.Thread(target=ask_often, args=(reading, line, bytes([number]))) for number in range(8)
         ]
@@ -143,7 +143,7 @@ def test_many_who_wait_all_get_their_answers() -> None:
 def test_the_end_is_noticed_by_the_one_who_reads() -> None:
     desk = Desk()
     line = Line()
-    reading = Reading(line, desk.receive, gives_way=True)
+    reading = Reading(line, desk.receive)
     keeper = threading.Thread(target=reading.run)
     keeper.start()
     pending = desk.ask(b"never")
@@ -166,7 +166,7 @@ def test_another_stands_in_for_one_who_is_occupied() -> None:
         assert release.wait(SECONDS)
 
     desk.work = work
-    with open_line(desk, gives_way=False) as (line, _):
+    with open_line(desk) as (line, _):
         line.far.send(b"w")
         assert occupied.wait(SECONDS)
         for number in range(1, 6):
@@ -177,9 +177,23 @@ def test_another_stands_in_for_one_who_is_occupied() -> None:
     eventually(lambda: not any(thread.name == "gradwire-stand-in" for thread in threading.enumerate()))
 
 
+def test_answers_to_one_who_asks_much_are_read_all_the_same() -> None:
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        line.far.send(b"x")
+        eventually(lambda: len(desk.threads) == 1)
+        pending = desk.ask(b"a")
+        line.far.send(b"a")
+        give_up_at = time.monotonic() + SECONDS
+        while not pending.done() and time.monotonic() < give_up_at:
+            reading.asked()
+            time.sleep(0.0001)
+        assert pending.done()
+
+
 def test_no_descriptor_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
     desk = Desk()
-    with open_line(desk, gives_way=True) as (line, reading):
+    with open_line(desk) as (line, reading):
         exchange(line, reading, desk, b"a")
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,187 @@
+"""One thread that reads all local connections of a worker, and answers what it reads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from gradwire.errors import GradwireError, InternalError
+from gradwire.transport import local_reading
+from gradwire.transport.spinning import Spinning
+from gradwire.transport.turns import Pace, Turns
+
+__all__ = ["Reception"]
+
+log = logging.getLogger("gradwire.link")
+
+_COALESCING_SECONDS = 0.0005
+"""How long an answer may wait for others that can leave with it."""
+_ROUND_SECONDS = 0.001
+"""After so long the others are looked at, however much there is to read from some."""
+
+
+class Source(local_reading.Source, Protocol):
+    def flush(self) -> None:
+        """Writes what waits."""
+
+
+class _Guest:
+    """A connection that is attended to."""
+
+    def __init__(self, source: Source, receive: Callable[[bytes], None]) -> None:
+        self.source = source
+        self.descriptor = source.fileno()
+        self.receive = receive
+        self.pace = Pace()
+        self.is_due = False
+        """Whether there is something to read."""
+        self.answers_wait_since = 0.0
+        """0: all were written."""
+        self.gone = threading.Event()
+        self.error: GradwireError | None = None
+
+
+class Reception(Turns):
+    """Attends to connections: one frame of each in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guests: dict[int, _Guest] = {}
+        self._due: deque[_Guest] = deque()
+        """In the order in which they are attended to. For the one who reads."""
+        self._looked_at = 0.0
+        self._current: _Guest | None = None
+        self._arrivals = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._arrivals.register(self._wake, select.EPOLLIN)
+        self._spin = Spinning(self._arrivals)
+        self._threads = 0
+        threading.Thread(target=self._take_turns, name="gradwire-reception", daemon=True).start()
+
+    def attend(self, source: Source, receive: Callable[[bytes], None]) -> None:
+        """Returns when the connection has ended. Raises if what came broke the protocol."""
+        guest = _Guest(source, receive)
+        with self._lock:
+            if self._ended or guest.descriptor < 0:
+                return
+            self._arrivals.register(guest.descriptor, select.EPOLLIN)
+            self._guests[guest.descriptor] = guest
+        guest.gone.wait()  # whichever end closes shuts the socket down, which is noticed
+        if guest.error is not None:
+            raise guest.error
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Attends to nobody any more. Waits for its threads, save one that is occupied for longer."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            os.eventfd_write(self._wake, 1)
+            self._changed.notify_all()
+            guests = list(self._guests.values())
+        for guest in guests:
+            guest.gone.set()
+        with self._lock:
+            self._changed.wait_for(lambda: not self._threads, timeout)
+
+    def _take_turns(self, *, is_ready: bool = False) -> None:
+        with self._lock:
+            self._threads += 1
+        try:
+            super()._take_turns(is_ready=is_ready)
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if not self._threads and self._wake >= 0:
+                    # Nobody reads any more, or will.
+                    self._arrivals.close()
+                    os.close(self._wake)
+                    self._wake = -1
+                    self._changed.notify_all()
+
+    def _read_on(self, me: object) -> None:
+        while not self._ended:
+            if not self._due or time.monotonic() - self._looked_at > _ROUND_SECONDS:
+                self._look_for_arrivals()
+            if not self._due:
+                continue
+            guest = self._due.popleft()
+            guest.is_due = False
+            try:
+                frame = next(guest.source)
+            except StopIteration:
+                self._dismiss(guest, None)
+                continue
+            except GradwireError as error:
+                self._dismiss(guest, error)
+                continue
+            except Exception as error:  # the others must go on being attended to
+                log.exception("a connection could not be read")
+                self._dismiss(guest, InternalError(f"the connection could not be read: {error!r}"))
+                continue
+            if frame is None:
+                continue
+            if guest.source.has_more:
+                self._is_due(guest)
+            self._current, self._pace = guest, guest.pace
+            guest.receive(frame)
+            with self._lock:
+                if not self._is_dealt_with(me):
+                    return  # whoever stands in goes on
+            if guest.answers_wait_since and not (guest.source.has_more and _is_recent(guest)):
+                self._write_answers(guest)
+
+    def _look_for_arrivals(self) -> None:
+        if not self._due:
+            self._spin()
+        for descriptor, _ in self._arrivals.poll(0 if self._due else None):
+            guest = self._guests.get(descriptor)
+            if guest is not None:
+                self._is_due(guest)
+        self._looked_at = time.monotonic()
+
+    def _is_due(self, guest: _Guest) -> None:
+        if not guest.is_due:
+            guest.is_due = True
+            self._due.append(guest)
+
+    def _dismiss(self, guest: _Guest, error: GradwireError | None) -> None:
+        with self._lock:
+            self._guests.pop(guest.descriptor, None)
+            self._arrivals.unregister(guest.descriptor)
+        guest.error = error
+        guest.gone.set()
+
+    # -- answering
+
+    def will_write(self, source: Source) -> bool:
+        """Whether an answer that was put into an outbox is written soon: with others, if they come."""
+        guest = self._current
+        if guest is None or guest.source is not source or self._reader != threading.get_ident():
+            return False
+        guest.answers_wait_since = guest.answers_wait_since or time.monotonic()
+        return True
+
+    def _write_answers(self, guest: _Guest) -> None:
+        guest.answers_wait_since = 0.0
+        guest.source.flush()
+
+    def _is_needed_elsewhere(self) -> bool:
+        return len(self._guests) > 1
+
+    def _relieve(self) -> None:
+        super()._relieve()
+        guest, self._current = self._current, None
+        if guest is not None and guest.answers_wait_since:
+            # Answers to what came before must not wait for what takes long.
+            self._write_answers(guest)
+
+
+def _is_recent(guest: _Guest) -> bool:
+    return time.monotonic() - guest.answers_wait_since < _COALESCING_SECONDS

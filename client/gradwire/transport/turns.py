@@ -1,0 +1,172 @@
+"""Threads that take turns at reading: one at a time, and another while that one is occupied.
+
+To hand something over to another thread costs more than most small calls: that thread may be on another core,
+where nothing that it needs is at hand, and two threads of one process only wait for the interpreter. So a
+question is answered by the thread that read it. Should that take long, another thread stands in and goes on
+reading; where that happens again and again, questions are answered elsewhere for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+
+from gradwire.errors import GradwireError
+from gradwire.transport.lookout import BRISK_SECONDS, watch
+
+__all__ = ["Pace", "Turns"]
+
+_LIVENESS_SECONDS = 1.0
+_LONG_SECONDS = 4 * BRISK_SECONDS
+"""Longer is no worse."""
+_RECENT = 0.2
+"""How much the latest answer says about the next, compared with all before. One that took long by chance says
+nothing: the machine was busy."""
+_FIRST_SKIPPED, _MOST_SKIPPED = 8, 64
+"""How many questions go elsewhere after some that took long."""
+
+
+class Pace:
+    """How long it takes to answer what comes from one place."""
+
+    __slots__ = ("_seconds", "_skipped", "_to_skip")
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._skipped = self._to_skip = 0
+
+    def is_brisk(self) -> bool:
+        """Whether the next question may be expected to take no time."""
+        if self._skipped < self._to_skip:
+            self._skipped += 1
+            return False
+        self._skipped = 0
+        return True
+
+    def took(self, seconds: float) -> None:
+        """One of them took so long."""
+        self._seconds += _RECENT * (min(seconds, _LONG_SECONDS) - self._seconds)
+        if self._seconds < BRISK_SECONDS:
+            self._to_skip = 0
+        elif seconds >= BRISK_SECONDS:
+            self._to_skip = min(2 * self._to_skip + _FIRST_SKIPPED, _MOST_SKIPPED)
+
+
+class Turns(ABC):
+    """What reads, and the threads that do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._turn: object | None = None
+        """Who reads."""
+        self._reader = 0
+        """The thread that does."""
+        self._ready = 0
+        """Threads that wait for their turn."""
+        self._pace = Pace()
+        """Of where the last thing came from that was read."""
+        self._busy_since = 0.0
+        """Since when the one who reads is occupied with a question. 0: it is not."""
+        self._ended = False
+        self._error: GradwireError | None = None
+
+    @abstractmethod
+    def _read_on(self, me: object) -> None:
+        """Reads for as long as it is one's turn."""
+
+    def _is_free(self) -> bool:
+        """Whether somebody may take a turn. With the lock held."""
+        return self._turn is None
+
+    def _take_turns(self, *, is_ready: bool = False) -> None:
+        me = object()
+        while True:
+            with self._lock:
+                if not is_ready:
+                    self._ready += 1
+                is_ready = False
+                # Looked at now and then, should nobody notice that it is free.
+                while not self._changed.wait_for(lambda: self._ended or self._is_free(), _LIVENESS_SECONDS):
+                    pass
+                self._ready -= 1
+                if self._ended:
+                    return
+                self._turn, self._reader = me, threading.get_ident()
+            self._read_on(me)
+
+    def _is_dealt_with(self, me: object) -> bool:
+        """What was read last has been taken in, and answered if that was possible here. Whether it is still
+        one's turn. With the lock held."""
+        if self._turn is not me:
+            return False  # somebody stands in
+        if self._busy_since:
+            self._pace.took(time.monotonic() - self._busy_since)
+            self._busy_since = 0.0
+        return True
+
+    def _end(self, error: GradwireError | None) -> None:
+        with self._lock:
+            self._ended = True
+            self._error = error
+            self._turn = None
+            self._changed.notify_all()
+
+    # -- answering where the question was read
+
+    def may_run_here(self) -> bool:
+        """Whether what was just read may be worked on by the thread that read it.
+
+        From then on others may read: all that was read before must have been taken in.
+        """
+        if not self._pace.is_brisk():
+            return False
+        self._busy_since = time.monotonic()
+        watch(self)
+        return True
+
+    def step_aside(self) -> None:
+        """For the code that answers: it is about to wait. Others need not wait with it."""
+        if self._reader == threading.get_ident() and self._is_needed_elsewhere():
+            with self._lock:
+                if self._busy_since:
+                    self._relieve()
+                    self._go_on()
+
+    def _is_needed_elsewhere(self) -> bool:
+        return False
+
+    def look(self, now: float) -> bool:
+        """Lets another thread go on if the one who reads is occupied for long, or nobody reads for long.
+
+        Whether there is anything to look at.
+        """
+        with self._lock:
+            if self._turn is not None:
+                if not self._busy_since:
+                    return False
+                if now - self._busy_since < BRISK_SECONDS:
+                    return True
+                self._relieve()
+            self._go_on()
+            return not self._ended
+
+    def _relieve(self) -> None:
+        """Takes the turn from the one who is occupied. With the lock held."""
+        self._pace.took(_LONG_SECONDS)
+        self._turn, self._reader, self._busy_since = None, 0, 0.0
+
+    def _go_on(self) -> None:
+        """Has another thread read, if it is free to. With the lock held."""
+        if self._ended:
+            self._changed.notify_all()
+        elif not self._is_free():
+            return
+        elif self._ready:
+            self._changed.notify()
+        else:
+            self._ready += 1
+            threading.Thread(
+                target=self._take_turns, kwargs={"is_ready": True}, name="gradwire-stand-in", daemon=True
+            ).start()

@@ -1,0 +1,256 @@
+"""One thread reads all connections, and nobody waits for one that is occupied."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gradwire.errors import MalformedMessage
+from gradwire.transport import reception as reception_module
+from gradwire.transport.reception import Reception
+
+SECONDS = 20.0
+THREADS = ("gradwire-reception", "gradwire-stand-in")
+
+
+class Line:
+    """A connection on which each byte is a frame."""
+
+    def __init__(self) -> None:
+        self.far, self._near = socket.socketpair()
+        self._near.setblocking(False)
+        self.has_more = False
+        self.flushes = 0
+        self._buffer = b""
+        self._descriptor = self._near.fileno()
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def __next__(self) -> bytes | None:
+        if not self._buffer:
+            try:
+                self._buffer = self._near.recv(100)
+            except BlockingIOError:
+                return None
+            if not self._buffer:
+                raise StopIteration
+        frame, self._buffer = self._buffer[:1], self._buffer[1:]
+        self.has_more = bool(self._buffer)
+        if frame == b"!":
+            raise MalformedMessage("no such frame")
+        return frame
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def close(self) -> None:
+        self.far.close()
+        self._near.close()
+
+
+class Desk:
+    """Notes what came, and on which thread; works if there is work."""
+
+    def __init__(self, reception: Reception) -> None:
+        self.reception = reception
+        self.received: list[tuple[bytes, str]] = []
+        self.work: Callable[[], None] | None = None
+
+    def receive(self, frame: bytes) -> None:
+        self.received.append((frame, threading.current_thread().name))
+        if self.work is not None and self.reception.may_run_here():
+            self.work()
+
+
+@contextmanager
+def attended(reception: Reception, line: Line, desk: Desk) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=reception.attend, args=(line, desk.receive))
+    thread.start()
+    try:
+        yield thread
+    finally:
+        line.far.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        line.close()
+
+
+@contextmanager
+def open_reception() -> Iterator[Reception]:
+    reception = Reception()
+    try:
+        yield reception
+    finally:
+        reception.close()
+    eventually(lambda: not any(thread.name in THREADS for thread in threading.enumerate()))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+
+
+def test_one_thread_reads_for_all() -> None:
+    with open_reception() as reception:
+        desk = Desk(reception)
+        desk.work = lambda: None
+        lines = [Line(), Line()]
+        with attended(reception, lines[0], desk), attended(reception, lines[1], desk):
+            for number in range(50):
+                lines[number % 2].far.send(bytes([100 + number]))
+            eventually(lambda: len(desk.received) == 50)
+        assert {frame for frame, _ in desk.received} == {bytes([100 + number]) for number in range(50)}
+
+
+def test_connections_are_attended_to_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception_module, "_ROUND_SECONDS", 0.0)
+    with open_reception() as reception:
+        desk, lines = Desk(reception), [Line(), Line()]
+        first, sent = threading.Event(), threading.Event()
+
+        def work() -> None:
+            # All of both is there before the rest of either is looked at.
+            desk.work = None
+            first.set()
+            assert sent.wait(SECONDS)
+
+        desk.work = work
+        with attended(reception, lines[0], desk), attended(reception, lines[1], desk):
+            lines[0].far.send(b"a" * 10)
+            assert first.wait(SECONDS)
+            lines[1].far.send(b"b" * 10)
+            sent.set()
+            eventually(lambda: len(desk.received) == 20)
+        order = b"".join(frame for frame, _ in desk.received)
+        assert order.index(b"b") < 5
+
+
+def test_nobody_waits_for_one_that_takes_long() -> None:
+    with open_reception() as reception:
+        slow, brisk = Desk(reception), Desk(reception)
+        occupied, release = threading.Event(), threading.Event()
+
+        def work() -> None:
+            slow.work = None
+            occupied.set()
+            assert release.wait(SECONDS)
+
+        slow.work = work
+        lines = [Line(), Line()]
+        with attended(reception, lines[0], slow), attended(reception, lines[1], brisk):
+            lines[0].far.send(b"wxy")  # those behind it on the same connection do not wait, either
+            assert occupied.wait(SECONDS)
+            lines[1].far.send(b"z")
+            eventually(lambda: len(brisk.received) == 1 and len(slow.received) == 3)
+            release.set()
+
+
+def test_one_that_waits_steps_aside_for_others_at_once() -> None:
+    with open_reception() as reception:
+        waiting, other = Desk(reception), Desk(reception)
+        answered = threading.Event()
+
+        def work() -> None:
+            waiting.work = None
+            reception.step_aside()
+            assert answered.wait(SECONDS)
+
+        waiting.work = work
+        other.work = answered.set
+        lines = [Line(), Line()]
+        with attended(reception, lines[0], waiting), attended(reception, lines[1], other):
+            eventually(lambda: len(reception._guests) == 2)
+            lines[0].far.send(b"w")
+            lines[1].far.send(b"x")
+            eventually(lambda: len(other.received) == 1)
+
+
+def test_answers_to_what_came_together_leave_together() -> None:
+    with open_reception() as reception:
+        desk, line = Desk(reception), Line()
+        written: list[bool] = []
+        desk.work = lambda: written.append(reception.will_write(line))
+        with attended(reception, line, desk):
+            line.far.send(b"abcdefghij")
+            eventually(lambda: len(written) == 10 and line.flushes > 0)
+        assert all(written)
+        assert line.flushes <= 10
+        assert not reception.will_write(line)  # not from here
+
+
+def test_an_answer_does_not_wait_for_what_takes_long() -> None:
+    with open_reception() as reception:
+        desk, line = Desk(reception), Line()
+        release = threading.Event()
+
+        def work() -> None:
+            if desk.received[-1][0] == b"a":
+                assert reception.will_write(line)
+            else:
+                assert release.wait(SECONDS)
+
+        desk.work = work
+        with attended(reception, line, desk):
+            line.far.send(b"ab")
+            eventually(lambda: line.flushes == 1)
+            release.set()
+
+
+def test_what_breaks_the_protocol_ends_one_connection_alone() -> None:
+    with open_reception() as reception:
+        desk, bad, good = Desk(reception), Line(), Line()
+        with attended(reception, good, desk):
+            bad.far.send(b"!")
+            with pytest.raises(MalformedMessage):
+                reception.attend(bad, desk.receive)
+            good.far.send(b"a")
+            eventually(lambda: len(desk.received) == 1)
+        bad.close()
+
+
+def test_closing_ends_all_and_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    reception = Reception()
+    desk, line = Desk(reception), Line()
+    thread = threading.Thread(target=reception.attend, args=(line, desk.receive))
+    thread.start()
+    line.far.send(b"a")
+    eventually(lambda: len(desk.received) == 1)
+    reception.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    reception.attend(line, desk.receive)  # returns at once
+    reception.close()
+    line.close()
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+
+def test_it_closes_while_one_is_occupied() -> None:
+    reception = Reception()
+    desk, line = Desk(reception), Line()
+    occupied, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        occupied.set()
+        assert release.wait(SECONDS)
+
+    desk.work = work
+    thread = threading.Thread(target=reception.attend, args=(line, desk.receive))
+    thread.start()
+    line.far.send(b"a")
+    assert occupied.wait(SECONDS)
+    reception.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    release.set()
+    eventually(lambda: not any(thread.name in THREADS for thread in threading.enumerate()))
+    line.close()
