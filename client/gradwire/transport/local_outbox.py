@@ -25,7 +25,8 @@ __all__ = ["LocalOutbox"]
 log = logging.getLogger("gradwire.link")
 
 _COPIED_BYTES = 4 << 20
-"""How much of an attachment is copied at a turn."""
+"""How much of an attachment is copied at a turn. What is no larger is copied by the thread that sends it: to
+wake another takes longer."""
 _LOOK_SECONDS = 1.0
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 """As a plain number: what is computed with the members of an enum takes longer than a system call."""
@@ -50,12 +51,16 @@ class LocalOutbox:
         self._full = False
         """Whether the socket took no more, so that it is up to the thread of its own."""
         self._transfers = Turns()
+        self._left_to_flush = 0
+        """How many of them, small ones, whoever flushes next copies."""
         self._filling: dict[OutgoingTransfer, Segment] = {}
         self._closed = False
         self.written = 0
         """Bytes that were handed to the other end, those in shared memory included."""
-        self._notices: SimpleQueue[int | None] = SimpleQueue()
-        """For the thread of its own: a segment to return, or None for a look at what there is to do."""
+        self._unused: deque[int] = deque()
+        """Segments to return, with the next that is written."""
+        self._notices: SimpleQueue[None] = SimpleQueue()
+        """For the thread of its own, to have a look at what there is to do."""
         self._thread = threading.Thread(target=self._run, name="gradwire-copy", daemon=True)
 
     def start(self) -> None:
@@ -73,6 +78,8 @@ class LocalOutbox:
 
     def flush(self) -> None:
         """Writes what was put, if nobody is about to."""
+        if self._left_to_flush:
+            self._copy_here()
         if not self._frames:
             return
         is_writer = False
@@ -92,7 +99,12 @@ class LocalOutbox:
         with self._lock:
             if self._closed:
                 return
+            is_small = len(transfer.source.view) <= _COPIED_BYTES
+            is_next = self._left_to_flush or not (self._transfers or self._transfers.is_one_taken)
             self._transfers.put(transfer)
+            if is_small and is_next:
+                self._left_to_flush += 1
+                return
         self._notices.put(None)
 
     def drop_transfers(self, owner: tuple[bool, int] | None = None) -> None:
@@ -102,7 +114,7 @@ class LocalOutbox:
 
     def return_segment(self, id: int) -> None:
         """Nothing here uses it any more. Called by destructors, at any moment: only leaves a note."""
-        self._notices.put(id)
+        self._unused.append(id)
 
     def close(self, *, discard: bool = False) -> None:
         """No more will be put. `discard`: nor will what waits be written."""
@@ -175,6 +187,8 @@ class LocalOutbox:
         """Takes what is to be written next. False if there is nothing. With the lock held."""
         if not self._frames:
             return False
+        if self._unused:
+            self._return_unused()
         frame, self._announced = self._frames.popleft()
         joined, size = [frames.LENGTH.pack(len(frame)), frame], len(frame)
         # A descriptor arrives with the bytes that it was sent with, so what announces one goes alone.
@@ -186,6 +200,13 @@ class LocalOutbox:
             joined += (frames.LENGTH.pack(len(frame)), frame)
         self._unsent = memoryview(b"".join(joined))
         return True
+
+    def _return_unused(self) -> None:
+        """Ahead of all else: what is asked for may be answered in the very same segments."""
+        unused = []
+        while self._unused:
+            unused.append(self._unused.popleft())
+        self._frames.appendleft((frames.returned(unused), None))
 
     def _discard(self) -> None:
         self._frames.clear()
@@ -216,23 +237,28 @@ class LocalOutbox:
             self.lent.close()
 
     def _attend(self) -> None:
-        """Waits for notices, unless there is work, and answers them."""
-        unused = []
+        """Waits for a notice, unless there is work. If none comes, sees to what nobody has done."""
         try:
-            busy = self._full or bool(self._transfers)
-            notice = self._notices.get_nowait() if busy else self._notices.get(timeout=_LOOK_SECONDS)
-            while True:
-                if notice is not None:
-                    unused.append(notice)
-                notice = self._notices.get_nowait()
+            if self._full or (self._transfers and not self._is_copied_elsewhere()):
+                self._notices.get_nowait()
+            else:
+                self._notices.get(timeout=_LOOK_SECONDS)
+            return
         except Empty:
             pass
-        if unused:
-            self.put(frames.returned(unused))
+        # Whoever was to copy them was interrupted, it seems.
+        self._left_to_flush = 0
         idle = self.lent.trim()
         if idle:
             self.put(frames.dropped(idle))
+        with self._lock:
+            if self._unused and not self._closed:
+                self._return_unused()
         self.flush()
+
+    def _is_copied_elsewhere(self) -> bool:
+        """Whether another thread copies, or is about to. It tells if there is more."""
+        return self._left_to_flush > 0 or self._transfers.is_one_taken
 
     def _wait_until_writable(self) -> None:
         poll = select.poll()
@@ -242,10 +268,27 @@ class LocalOutbox:
             self._full = False
             self._write()
 
-    def _advance(self) -> None:
-        """One turn of one transfer: a piece is copied into shared memory or, without, put into a frame."""
+    def _copy_here(self) -> None:
+        """Copies what is left to the thread that flushes."""
         with self._lock:
-            if not self._transfers:
+            count, self._left_to_flush = self._left_to_flush, 0
+        try:
+            for _ in range(count):
+                self._advance()
+        except BaseException:
+            # The user interrupts amid a copy. What matters is sent again over new streams.
+            self.close(discard=True)
+            raise
+        if self._transfers:
+            self._notices.put(None)  # more came meanwhile
+
+    def _advance(self) -> None:
+        """One turn of one transfer: a piece is copied into shared memory or, without, put into a frame.
+
+        One thread at a time: they begin in order.
+        """
+        with self._lock:
+            if not self._transfers or self._transfers.is_one_taken:
                 return
             transfer = self._transfers.take()
         segment = self._filling.get(transfer)

@@ -16,8 +16,8 @@ from typing import Protocol
 from gradwire.errors import GradwireError, LinkClosed
 from gradwire.transport.base import Pending
 from gradwire.transport.lookout import watch
+from gradwire.transport.readers import Readers
 from gradwire.transport.spinning import Spinning
-from gradwire.transport.turns import Turns
 
 __all__ = ["Reading", "Source"]
 
@@ -42,7 +42,7 @@ class Source(Protocol):
         """The next frame; None if it has not come whole."""
 
 
-class Reading(Turns):
+class Reading(Readers):
     """Takes frames from a connection, one thread at a time."""
 
     def __init__(self, source: Source, receive: Callable[[bytes], None]) -> None:

@@ -89,13 +89,13 @@ class LocalStreams(Streams):
             self._outbox.flush()
 
     def may_run_here(self) -> bool:
-        turns = self._reading or self._reception
-        return not self.is_amid and turns is not None and turns.may_run_here()
+        readers = self._reading or self._reception
+        return not self.is_amid and readers is not None and readers.may_run_here()
 
     def step_aside(self) -> None:
-        turns = self._reading or self._reception
-        if turns is not None:
-            turns.step_aside()
+        readers = self._reading or self._reception
+        if readers is not None:
+            readers.step_aside()
 
     def read_for(self, pending: Pending) -> None:
         reading = self._reading

@@ -87,6 +87,10 @@ class Turns:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def is_one_taken(self) -> bool:
+        return self._taken is not None
+
     def put(self, transfer: OutgoingTransfer) -> None:
         self._waiting.append(transfer)
 

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from gradwire.errors import GradwireError, InternalError
 from gradwire.transport import local_reading
+from gradwire.transport.readers import Pace, Readers
 from gradwire.transport.spinning import Spinning
-from gradwire.transport.turns import Pace, Turns
 
 __all__ = ["Reception"]
 
@@ -47,7 +47,7 @@ class _Guest:
         self.error: GradwireError | None = None
 
 
-class Reception(Turns):
+class Reception(Readers):
     """Attends to connections: one frame of each in turn."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from gradwire.errors import GradwireError
 from gradwire.transport.lookout import BRISK_SECONDS, watch
 
-__all__ = ["Pace", "Turns"]
+__all__ = ["Pace", "Readers"]
 
 _LIVENESS_SECONDS = 1.0
 _LONG_SECONDS = 4 * BRISK_SECONDS
@@ -53,7 +53,7 @@ class Pace:
             self._to_skip = min(2 * self._to_skip + _FIRST_SKIPPED, _MOST_SKIPPED)
 
 
-class Turns(ABC):
+class Readers(ABC):
     """What reads, and the threads that do."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire.transport.lookout import BRISK_SECONDS
-from gradwire.transport.turns import Pace
+from gradwire.transport.readers import Pace
 
 SLOW = 10 * BRISK_SECONDS
 
