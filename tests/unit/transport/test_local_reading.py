@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.unit.transport.support import SECONDS, eventually
 
 from gradwire.errors import DeadlineExceeded
 from gradwire.transport import Pending, Received
 from gradwire.transport.local_reading import Reading
-
-SECONDS = 20.0
 
 
 class Line:
@@ -70,13 +69,6 @@ def open_line(desk: Desk) -> Iterator[tuple[Line, Reading]]:
         thread.join(SECONDS)
         assert not thread.is_alive()
         line._near.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
 
 
 def exchange(line: Line, reading: Reading, desk: Desk, frame: bytes) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.unit.transport.support import SECONDS, eventually
 
 from gradwire.errors import MalformedMessage
 from gradwire.transport import reception as reception_module
 from gradwire.transport.reception import Reception
 
-SECONDS = 20.0
 THREADS = ("gradwire-reception", "gradwire-stand-in")
 
 
@@ -90,13 +89,6 @@ def open_reception() -> Iterator[Reception]:
     finally:
         reception.close()
     eventually(lambda: not any(thread.name in THREADS for thread in threading.enumerate()))
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
 
 
 def test_one_thread_reads_for_all() -> None:

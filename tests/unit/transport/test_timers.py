@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
+from tests.unit.transport.support import SECONDS, eventually
 
 from gradwire.transport import timers
 from gradwire.transport.timers import _Clock
-
-SECONDS = 20.0
 
 
 @pytest.fixture
@@ -28,13 +27,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Clock]:
         timer.cancel()
     clock.call_later(0.0, lambda: None)
     eventually(lambda: clock._thread is None)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
 
 
 def test_timers_fire_in_order_of_time(clock: _Clock) -> None:

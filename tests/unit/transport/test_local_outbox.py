@@ -1,0 +1,185 @@
+"""Who copies what into shared memory, and that nothing is left lying."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from tests.unit.transport.support import SECONDS, eventually
+
+from gradwire.errors import GradwireError
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import local_outbox
+from gradwire.transport.frames import LENGTH, parse
+from gradwire.transport.local_outbox import LocalOutbox
+from gradwire.transport.outbox import OutgoingTransfer
+from gradwire.transport.segments import Lent
+
+SMALL, LARGE = 1000, local_outbox._COPIED_BYTES + 1000
+
+
+@dataclass
+class Memory:
+    """What an attachment is read from, and by whom."""
+
+    size: int
+    when_read: Callable[[], None] = lambda: None
+    readers: list[str] = field(default_factory=list)
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(bytes(self.size))
+
+    def check_unmodified(self) -> None:
+        self.readers.append(threading.current_thread().name)
+        self.when_read()
+
+
+class Ends:
+    """An outbox, and what comes out of it."""
+
+    def __init__(self) -> None:
+        self.near, self.far = socket.socketpair()
+        self.outbox = LocalOutbox(self.near, Lent(1 << 30))
+        self.outbox.start()
+        self._received = b""
+
+    def send(self, id: int, memory: Memory) -> None:
+        self.outbox.put_transfer(OutgoingTransfer(id, memory, (False, id), 1 << 20, self._failed))
+
+    def _failed(self, transfer: OutgoingTransfer, error: GradwireError) -> None:
+        raise AssertionError(error)
+
+    def next_frame(self) -> link_pb2.Frame:
+        """Of those that say something about segments."""
+        self.far.settimeout(SECONDS)
+        while True:
+            while len(self._received) < 4 or len(self._received) < 4 + LENGTH.unpack_from(self._received)[0]:
+                more = self.far.recv(1 << 20)
+                assert more
+                self._received += more
+            end = 4 + LENGTH.unpack_from(self._received)[0]
+            data, self._received = self._received[4:end], self._received[end:]
+            (frame,) = parse(data)
+            if frame.WhichOneof("kind") != "segment":
+                return frame
+
+    def placed(self) -> tuple[int, int]:
+        """The next transfer that is placed, and its segment."""
+        while True:
+            frame = self.next_frame()
+            if frame.placed.segment:
+                return frame.placed.transfer, frame.placed.segment
+
+    def close(self) -> None:
+        self.outbox.finish()
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+def test_small_ones_are_copied_by_the_thread_that_sends_them(ends: Ends) -> None:
+    memory = Memory(SMALL)
+    for id in (1, 2, 3):
+        ends.send(id, memory)
+    ends.outbox.flush()
+    assert [ends.placed()[0] for _ in range(3)] == [1, 2, 3]
+    assert memory.readers == [threading.current_thread().name] * 3
+
+
+def test_large_ones_are_copied_by_another(ends: Ends) -> None:
+    memory = Memory(LARGE)
+    ends.send(1, memory)
+    ends.outbox.flush()
+    assert ends.placed()[0] == 1
+    assert memory.readers == ["gradwire-copy"]
+
+
+def test_a_small_one_behind_a_large_one_arrives_too(ends: Ends) -> None:
+    for id, size in enumerate((SMALL, LARGE, SMALL, LARGE, SMALL), start=1):
+        ends.send(id, Memory(size))
+        ends.outbox.flush()
+    assert sorted(ends.placed()[0] for _ in range(5)) == [1, 2, 3, 4, 5]
+
+
+def test_what_nobody_flushes_is_copied_all_the_same(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one who was to do so was interrupted."""
+    monkeypatch.setattr(local_outbox, "_LOOK_SECONDS", 0.01)
+    ends.send(1, Memory(SMALL))
+    assert ends.placed()[0] == 1
+
+
+def test_an_interrupt_amid_a_copy_ends_the_stream(ends: Ends) -> None:
+    """It cannot be told what of it was done. All that matters is sent again over the next."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    ends.send(1, Memory(SMALL, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ends.outbox.flush()
+    assert ends.outbox.closed
+    ends.far.settimeout(SECONDS)
+    assert ends.far.recv(100) == b""
+
+
+def test_segments_are_returned_with_what_is_written_next(ends: Ends) -> None:
+    ends.outbox.return_segment(7)
+    ends.outbox.return_segment(8)
+    ends.send(1, Memory(SMALL))
+    ends.outbox.flush()
+    assert list(ends.next_frame().returned.segments) == [7, 8]
+    assert ends.placed()[0] == 1
+
+
+def test_segments_are_returned_if_nothing_is_written(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_outbox, "_LOOK_SECONDS", 0.01)
+    ends.outbox.return_segment(7)
+    assert list(ends.next_frame().returned.segments) == [7]
+
+
+def test_segments_are_used_again(ends: Ends) -> None:
+    used = set()
+    for id in range(1, 6):
+        ends.send(id, Memory(SMALL))
+        ends.outbox.flush()
+        segment = ends.placed()[1]
+        ends.outbox.lent.give_back([segment])
+        used.add(segment)
+    assert len(used) == 1
+
+
+def test_many_threads_send_at_once(ends: Ends) -> None:
+    def send(first: int) -> None:
+        for id in range(first, first + 20):
+            with numbering:
+                ends.send(next(ids), Memory(LARGE if id % 7 == 0 else SMALL))
+            ends.outbox.flush()
+
+    numbering, ids = threading.Lock(), iter(range(1, 1000))
+    threads = [threading.Thread(target=send, args=(20 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    placed: list[int] = []
+    begun: list[int] = []
+    while len(placed) < 80:
+        frame = ends.next_frame()
+        transfer, segment = frame.placed.transfer, frame.placed.segment
+        if transfer not in begun:
+            begun.append(transfer)
+        if segment:
+            placed.append(transfer)
+    assert begun == sorted(begun)  # the receiver relies on it
+    assert sorted(placed) == list(range(1, 81))
+    for thread in threads:
+        thread.join(SECONDS)
+    eventually(lambda: not ends.outbox._transfers)
