@@ -171,6 +171,8 @@ class Hub:
         with self._lock:
             if self._reception is None:
                 self._reception = Reception()
+                if self._closed:
+                    self._reception.close()  # who comes so late is not attended to
             return self._reception
 
     def _on_met(self, purpose: object, connection: socket.socket) -> None:

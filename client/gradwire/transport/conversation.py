@@ -141,6 +141,7 @@ class Conversation(Link):
                 self._start_timer(asked, asked.deadline, partial(self._withdraw, id))
             if self._streams is not None:
                 self._send_question(self._streams, id, asked)
+                self._streams.asked()
         self._flush()
         if asked.pending.cancelled():
             # It was cancelled before it knew whom to tell.

@@ -1,8 +1,8 @@
 """What waits to be written to a socket between two processes of one host.
 
 Whoever has something to say writes it to the socket itself, and what others say meanwhile along with it: no
-thread stands between. Only what the socket does not take at once, and what has to be copied into shared
-memory, is left to a thread of its own.
+thread stands between. Only what the socket does not take at once, and large tensors that have to be copied
+into shared memory, are left to a thread of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LocalOutbox:
         self._full = False
         """Whether the socket took no more, so that it is up to the thread of its own."""
         self._transfers = Turns()
-        self._left_to_flush = 0
+        self._left_to_flush = self._left_bytes = 0
         """How many of them, small ones, whoever flushes next copies."""
         self._filling: dict[OutgoingTransfer, Segment] = {}
         self._closed = False
@@ -95,15 +95,20 @@ class LocalOutbox:
                 self._break()
             raise
 
+    def flush_elsewhere(self) -> None:
+        """Has the thread of its own do so."""
+        self._notices.put(None)
+
     def put_transfer(self, transfer: OutgoingTransfer) -> None:
         with self._lock:
             if self._closed:
                 return
-            is_small = len(transfer.source.view) <= _COPIED_BYTES
+            size = self._left_bytes + len(transfer.source.view)
             is_next = self._left_to_flush or not (self._transfers or self._transfers.is_one_taken)
             self._transfers.put(transfer)
-            if is_small and is_next:
+            if is_next and size <= _COPIED_BYTES:
                 self._left_to_flush += 1
+                self._left_bytes = size
                 return
         self._notices.put(None)
 
@@ -226,6 +231,7 @@ class LocalOutbox:
         try:
             while not self._closed or self._writing:
                 self._attend()
+                self.flush()
                 if self._full:
                     self._wait_until_writable()
                 elif self._transfers:
@@ -237,7 +243,7 @@ class LocalOutbox:
             self.lent.close()
 
     def _attend(self) -> None:
-        """Waits for a notice, unless there is work. If none comes, sees to what nobody has done."""
+        """Waits for a notice, unless there is work. If there is none, sees to what nobody has done."""
         try:
             if self._full or (self._transfers and not self._is_copied_elsewhere()):
                 self._notices.get_nowait()
@@ -246,15 +252,14 @@ class LocalOutbox:
             return
         except Empty:
             pass
-        # Whoever was to copy them was interrupted, it seems.
-        self._left_to_flush = 0
+        # Should whoever was to copy them have been interrupted.
+        self._left_to_flush = self._left_bytes = 0
         idle = self.lent.trim()
         if idle:
             self.put(frames.dropped(idle))
         with self._lock:
             if self._unused and not self._closed:
                 self._return_unused()
-        self.flush()
 
     def _is_copied_elsewhere(self) -> bool:
         """Whether another thread copies, or is about to. It tells if there is more."""
@@ -271,7 +276,7 @@ class LocalOutbox:
     def _copy_here(self) -> None:
         """Copies what is left to the thread that flushes."""
         with self._lock:
-            count, self._left_to_flush = self._left_to_flush, 0
+            count, self._left_to_flush, self._left_bytes = self._left_to_flush, 0, 0
         try:
             for _ in range(count):
                 self._advance()

@@ -6,6 +6,7 @@ own reads when nobody has done so for a while.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -24,10 +25,11 @@ __all__ = ["Reading", "Source"]
 _GRACE_SECONDS = 0.005
 """For so long after a thread read for itself nobody else reads: it is likely to come again."""
 _PAUSE_SECONDS = 0.001
-"""For so long after a thread asked something the connection's own thread does not read, unless somebody
-waits: it would only be in the way of one who asks much ..."""
+"""For so long after something was asked, by a program whose threads read for themselves, the connection's own
+thread does not read: it would only be in the way of one who asks much ..."""
 _PATIENCE_SECONDS = 0.02
 """... for so long at most."""
+_RECENT_SECONDS = 0.25
 
 
 class Source(Protocol):
@@ -51,7 +53,7 @@ class Reading(Readers):
         self._receive = receive
         self._is_callers_turn = False
         self._free_since = 0.0
-        self._asked_at = 0.0
+        self._asked_at = self._read_own_at = -math.inf
         self._expecting: list[Pending] = []
         """Answers that threads wait for who could not read themselves."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -85,7 +87,8 @@ class Reading(Readers):
         return idle >= _PATIENCE_SECONDS or (idle >= _GRACE_SECONDS and not self._is_in_the_way())
 
     def _is_in_the_way(self) -> bool:
-        return time.monotonic() - self._asked_at < _PAUSE_SECONDS
+        now = time.monotonic()
+        return now - self._asked_at < _PAUSE_SECONDS and now - self._read_own_at < _RECENT_SECONDS
 
     def _read_on(self, me: object) -> None:
         while True:
@@ -147,7 +150,7 @@ class Reading(Readers):
                 is_over = self._turn is pending
                 if is_over:
                     self._turn, self._is_callers_turn = None, False
-                    self._free_since = time.monotonic()
+                    self._free_since = self._read_own_at = time.monotonic()
                     if self._ended or self._expecting:
                         self._changed.notify_all()
             if is_over:

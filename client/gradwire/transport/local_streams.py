@@ -77,11 +77,17 @@ class LocalStreams(Streams):
         self._connection.close()
         self._borrowed.drop_all()
 
-    def flush(self) -> None:
+    def asked(self) -> None:
         reading = self._reading
         if reading is not None:
             reading.asked()
+
+    def flush(self) -> None:
         self._outbox.flush()
+
+    def flush_elsewhere(self) -> None:
+        """The same, by another thread."""
+        self._outbox.flush_elsewhere()
 
     def flush_answer(self) -> None:
         reception = self._reception

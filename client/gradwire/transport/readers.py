@@ -8,6 +8,7 @@ reading; where that happens again and again, questions are answered elsewhere fo
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,8 @@ from gradwire.errors import GradwireError
 from gradwire.transport.lookout import BRISK_SECONDS, watch
 
 __all__ = ["Pace", "Readers"]
+
+log = logging.getLogger("gradwire.link")
 
 _LIVENESS_SECONDS = 1.0
 _LONG_SECONDS = 4 * BRISK_SECONDS
@@ -82,6 +85,7 @@ class Readers(ABC):
 
     def _take_turns(self, *, is_ready: bool = False) -> None:
         me = object()
+        is_stand_in = is_ready
         while True:
             with self._lock:
                 if not is_ready:
@@ -89,7 +93,9 @@ class Readers(ABC):
                 is_ready = False
                 # Looked at now and then, should nobody notice that it is free.
                 while not self._changed.wait_for(lambda: self._ended or self._is_free(), _LIVENESS_SECONDS):
-                    pass
+                    if is_stand_in and self._ready > 1:
+                        self._ready -= 1
+                        return  # there are others
                 self._ready -= 1
                 if self._ended:
                     return
@@ -130,7 +136,8 @@ class Readers(ABC):
         """For the code that answers: it is about to wait. Others need not wait with it."""
         if self._reader == threading.get_ident() and self._is_needed_elsewhere():
             with self._lock:
-                if self._busy_since:
+                # Unless somebody stands in by now.
+                if self._reader == threading.get_ident() and self._busy_since:
                     self._relieve()
                     self._go_on()
 
@@ -167,6 +174,11 @@ class Readers(ABC):
             self._changed.notify()
         else:
             self._ready += 1
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._take_turns, kwargs={"is_ready": True}, name="gradwire-stand-in", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._ready -= 1
+                log.warning("no thread can be had: %s", error)  # it is tried again

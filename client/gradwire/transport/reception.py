@@ -30,6 +30,9 @@ class Source(local_reading.Source, Protocol):
     def flush(self) -> None:
         """Writes what waits."""
 
+    def flush_elsewhere(self) -> None:
+        """Has another thread do so."""
+
 
 class _Guest:
     """A connection that is attended to."""
@@ -73,8 +76,10 @@ class Reception(Readers):
             self._arrivals.register(guest.descriptor, select.EPOLLIN)
             self._guests[guest.descriptor] = guest
         guest.gone.wait()  # whichever end closes shuts the socket down, which is noticed
-        if guest.error is not None:
-            raise guest.error
+        error = guest.error
+        del guest, source, receive  # else the traceback of the error would keep them
+        if error is not None:
+            raise error
 
     def close(self, timeout: float = 0.0) -> None:
         """Attends to nobody any more. Waits for its threads, save one that is occupied for longer."""
@@ -84,10 +89,8 @@ class Reception(Readers):
             self._ended = True
             os.eventfd_write(self._wake, 1)
             self._changed.notify_all()
-            guests = list(self._guests.values())
-        for guest in guests:
-            guest.gone.set()
-        with self._lock:
+            for guest in list(self._guests.values()):
+                self._let_go(guest)
             self._changed.wait_for(lambda: not self._threads, timeout)
 
     def _take_turns(self, *, is_ready: bool = False) -> None:
@@ -106,39 +109,48 @@ class Reception(Readers):
                     self._changed.notify_all()
 
     def _read_on(self, me: object) -> None:
-        while not self._ended:
-            if not self._due or time.monotonic() - self._looked_at > _ROUND_SECONDS:
-                self._look_for_arrivals()
-            if not self._due:
-                continue
-            guest = self._due.popleft()
-            guest.is_due = False
-            try:
-                frame = next(guest.source)
-            except StopIteration:
-                self._dismiss(guest, None)
-                continue
-            except GradwireError as error:
-                self._dismiss(guest, error)
-                continue
-            except Exception as error:  # the others must go on being attended to
-                log.exception("a connection could not be read")
-                self._dismiss(guest, InternalError(f"the connection could not be read: {error!r}"))
-                continue
+        while not self._ended and self._attend_to_next(me):
+            pass
+
+    def _attend_to_next(self, me: object) -> bool:
+        """Reads a frame and answers it. Whether it is still one's turn."""
+        if not self._due or time.monotonic() - self._looked_at > _ROUND_SECONDS:
+            self._look_for_arrivals()
+        if not self._due:
+            return True
+        guest = self._due.popleft()
+        guest.is_due = False
+        self._current, self._pace = guest, guest.pace
+        try:
+            frame = next(guest.source)
             if frame is None:
-                continue
+                return True
             if guest.source.has_more:
                 self._is_due(guest)
-            self._current, self._pace = guest, guest.pace
             guest.receive(frame)
-            with self._lock:
-                if not self._is_dealt_with(me):
-                    return  # whoever stands in goes on
-            if guest.answers_wait_since and not (guest.source.has_more and _is_recent(guest)):
+            if guest.answers_wait_since and not self._may_wait(guest):
                 self._write_answers(guest)
+        except StopIteration:
+            self._dismiss(guest, None)
+        except GradwireError as error:
+            self._dismiss(guest, error)
+        except BaseException as error:  # whatever it is, the others must go on being attended to
+            log.exception("a connection could not be attended to")
+            self._dismiss(guest, InternalError(f"the connection could not be attended to: {error!r}"))
+        with self._lock:
+            is_still_mine = self._is_dealt_with(me)
+        if not is_still_mine and guest.answers_wait_since:
+            self._write_answers(guest)  # whoever stands in does not know of them
+        return is_still_mine
+
+    def _may_wait(self, guest: _Guest) -> bool:
+        """Whether answers may wait for others to the same guest."""
+        is_next = bool(self._due) and self._due[0] is guest
+        return is_next and time.monotonic() - guest.answers_wait_since < _COALESCING_SECONDS
 
     def _look_for_arrivals(self) -> None:
         if not self._due:
+            self._current = None  # it may be gone, and is not to be kept
             self._spin()
         for descriptor, _ in self._arrivals.poll(0 if self._due else None):
             guest = self._guests.get(descriptor)
@@ -153,9 +165,16 @@ class Reception(Readers):
 
     def _dismiss(self, guest: _Guest, error: GradwireError | None) -> None:
         with self._lock:
-            self._guests.pop(guest.descriptor, None)
-            self._arrivals.unregister(guest.descriptor)
-        guest.error = error
+            guest.error = guest.error or error
+            self._let_go(guest)
+
+    def _let_go(self, guest: _Guest) -> None:
+        """With the lock held."""
+        if self._guests.pop(guest.descriptor, None) is not None:
+            try:
+                self._arrivals.unregister(guest.descriptor)
+            except (OSError, ValueError):
+                pass  # it was closed already
         guest.gone.set()
 
     # -- answering
@@ -180,8 +199,5 @@ class Reception(Readers):
         guest, self._current = self._current, None
         if guest is not None and guest.answers_wait_since:
             # Answers to what came before must not wait for what takes long.
-            self._write_answers(guest)
-
-
-def _is_recent(guest: _Guest) -> bool:
-    return time.monotonic() - guest.answers_wait_since < _COALESCING_SECONDS
+            guest.answers_wait_since = 0.0
+            guest.source.flush_elsewhere()

@@ -124,6 +124,9 @@ class Lent:
                 except (OSError, ValueError, OverflowError):
                     _total.shrink(room)
                     return None
+                except BaseException:  # the user interrupts
+                    _total.shrink(room)
+                    raise
             self._out[segment.id] = segment
             return segment
 

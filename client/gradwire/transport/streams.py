@@ -43,6 +43,9 @@ class Streams:
         """Takes a frame that only some streams know. Returns the message that it completes, if any."""
         raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
 
+    def asked(self) -> None:
+        """A question was put."""
+
     def flush(self) -> None:
         """Writes what was put, where nobody does so unasked."""
 

@@ -72,9 +72,11 @@ class _Clock:
 
     def _start(self) -> None:
         with self._start_lock:
+            # Made before it is looked whether there is one: destructors that run meanwhile may set timers.
+            thread = threading.Thread(target=self._run, name="gradwire-timers", daemon=True)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="gradwire-timers", daemon=True)
-                self._thread.start()
+                self._thread = thread
+                thread.start()
 
     def count_cancelled(self) -> None:
         # Nearly every call is answered long before its deadline: without this the heap would hold the
@@ -88,19 +90,22 @@ class _Clock:
     # -- the thread
 
     def _run(self) -> None:
-        while True:
+        # An interrupt while it was being started may have had another one made in its place.
+        while self._thread is threading.current_thread():
             timer = self._next_due()
             if timer is None:
                 if self._ends():
                     return
                 continue
             callback, timer.callback = timer.callback, None
-            if callback is None:
-                continue
+            del timer
             try:
-                callback()
+                if callback is not None:
+                    callback()
             except BaseException:  # this thread must go on, whatever it is
                 log.exception("a timer's callback failed")
+            del callback  # it may keep much, and the next one may be due in an hour
+        self._notices.put(None)  # what woke this thread may be for the other
 
     def _next_due(self) -> Timer | None:
         """Waits for the next timer; None when there was nothing to wait for."""

@@ -183,6 +183,18 @@ def test_answers_to_one_who_asks_much_are_read_all_the_same() -> None:
         assert pending.done()
 
 
+def test_one_who_never_reads_is_not_kept_waiting() -> None:
+    """Who awaits futures, say: the connection's own thread reads on and on."""
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(20):
+            pending = desk.ask(b"a")
+            reading.asked()
+            line.far.send(b"a")
+            assert pending.result(SECONDS).body == b"a"
+            assert reading._turn is not None
+
+
 def test_no_descriptor_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
     desk = Desk()

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 from tests.unit.transport.support import SECONDS, eventually
 
-from gradwire.errors import MalformedMessage
+from gradwire.errors import InternalError, MalformedMessage
+from gradwire.transport import readers
 from gradwire.transport import reception as reception_module
 from gradwire.transport.reception import Reception
 
@@ -48,6 +49,8 @@ class Line:
 
     def flush(self) -> None:
         self.flushes += 1
+
+    flush_elsewhere = flush
 
     def close(self) -> None:
         self.far.close()
@@ -207,6 +210,34 @@ def test_what_breaks_the_protocol_ends_one_connection_alone() -> None:
             good.far.send(b"a")
             eventually(lambda: len(desk.received) == 1)
         bad.close()
+
+
+def test_whatever_goes_wrong_with_one_the_others_are_attended_to() -> None:
+    def fail(frame: bytes) -> None:
+        raise SystemExit(frame)
+
+    with open_reception() as reception:
+        desk, bad, good = Desk(reception), Line(), Line()
+        with attended(reception, good, desk):
+            bad.far.send(b"x")
+            with pytest.raises(InternalError, match="SystemExit"):
+                reception.attend(bad, fail)
+            good.far.send(b"a")
+            eventually(lambda: len(desk.received) == 1)
+        bad.close()
+
+
+def test_threads_that_stood_in_end_when_there_are_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_LIVENESS_SECONDS", 0.01)
+    with open_reception() as reception:
+        desk, line, release = Desk(reception), Line(), threading.Event()
+        desk.work = lambda: bool(release.wait(SECONDS)) or None
+        with attended(reception, line, desk):
+            # The first few are worked on where they are read; a thread stands in for each.
+            line.far.send(b"abc")
+            eventually(lambda: len(desk.received) == 3 and reception._threads > 1)
+            release.set()
+            eventually(lambda: reception._threads <= 2)
 
 
 def test_closing_ends_all_and_leaves_no_descriptor() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +35,8 @@ class Looks:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     looks = Looks()
-    monkeypatch.setattr(spinning.time, "monotonic", lambda: looks.now)
+    # Not the clock of the whole process, which others rely on.
+    monkeypatch.setattr(spinning, "time", SimpleNamespace(monotonic=lambda: looks.now))
     return looks
 
 
