@@ -145,7 +145,7 @@ class Reception(Readers):
 
     def _may_wait(self, guest: _Guest) -> bool:
         """Whether answers may wait for others to the same guest."""
-        is_next = bool(self._due) and self._due[0] is guest
+        is_next = guest.is_due and len(self._due) == 1
         return is_next and time.monotonic() - guest.answers_wait_since < _COALESCING_SECONDS
 
     def _look_for_arrivals(self) -> None:
