@@ -117,9 +117,12 @@ class LocalOutbox:
         with self._lock:
             self._drop(owner)
 
-    def return_segment(self, id: int) -> None:
+    def return_segment(self, id: int, size: int) -> None:
         """Nothing here uses it any more. Called by destructors, at any moment: only leaves a note."""
         self._unused.append(id)
+        if size > _COPIED_BYTES:
+            # For want of it the other end would make a new one, which takes longer than a message.
+            self._notices.put(None)
 
     def close(self, *, discard: bool = False) -> None:
         """No more will be put. `discard`: nor will what waits be written."""
@@ -249,14 +252,12 @@ class LocalOutbox:
                 self._notices.get_nowait()
             else:
                 self._notices.get(timeout=_LOOK_SECONDS)
-            return
         except Empty:
-            pass
-        # Should whoever was to copy them have been interrupted.
-        self._left_to_flush = self._left_bytes = 0
-        idle = self.lent.trim()
-        if idle:
-            self.put(frames.dropped(idle))
+            # Should whoever was to copy them have been interrupted.
+            self._left_to_flush = self._left_bytes = 0
+            idle = self.lent.trim()
+            if idle:
+                self.put(frames.dropped(idle))
         with self._lock:
             if self._unused and not self._closed:
                 self._return_unused()

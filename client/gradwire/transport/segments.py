@@ -169,10 +169,11 @@ class Lent:
 class Borrowed:
     """The segments of the other end that this one has mapped."""
 
-    def __init__(self, max_bytes: int, on_unused: Callable[[int], object]) -> None:
+    def __init__(self, max_bytes: int, on_unused: Callable[[int, int], object]) -> None:
         self._max_bytes = max_bytes
         self._on_unused = on_unused
-        """Told the id of a segment that nothing here uses any more, from any thread and at any moment."""
+        """Told the id and the size of a segment that nothing here uses any more, from any thread and at any
+        moment."""
         self._mapped: dict[int, mmap.mmap] = {}
         self._in_use: dict[int, weakref.ref[object]] = {}
 
@@ -201,7 +202,7 @@ class Borrowed:
             raise MalformedMessage(f"segment {id} was filled while it was in use")
         # An object of its own for each use: numpy lets views refer to it, past the array itself.
         hold = (ctypes.c_char * len(memory)).from_buffer(memory)
-        self._in_use[id] = weakref.ref(hold, partial(_tell, self._on_unused, id))
+        self._in_use[id] = weakref.ref(hold, partial(_tell, self._on_unused, id, len(memory)))
         return np.frombuffer(memoryview(hold), dtype=np.uint8, count=total)
 
     def drop(self, ids: Sequence[int]) -> None:
@@ -216,5 +217,5 @@ class Borrowed:
         self._in_use.clear()
 
 
-def _tell(on_unused: Callable[[int], object], id: int, _: object) -> None:
-    on_unused(id)
+def _tell(on_unused: Callable[[int, int], object], id: int, size: int, _: object) -> None:
+    on_unused(id, size)
