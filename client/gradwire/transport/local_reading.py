@@ -56,6 +56,8 @@ class Reading(Readers):
         self._asked_at = self._read_own_at = -math.inf
         self._expecting: list[Pending] = []
         """Answers that threads wait for who could not read themselves."""
+        self._error: GradwireError | None = None
+        """Why it ended, if what came broke the protocol."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrival = select.poll()
         self._arrival.register(source.fileno(), select.POLLIN)
@@ -118,6 +120,13 @@ class Reading(Readers):
                     self._turn, self._free_since = None, time.monotonic()
                     break
         watch(self)
+
+    def _end(self, error: GradwireError | None) -> None:
+        with self._lock:
+            self._ended = True
+            self._error = error
+            self._turn = None
+            self._changed.notify_all()
 
     def _relieve(self) -> None:
         super()._relieve()

@@ -13,7 +13,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 
-from gradwire.errors import GradwireError
 from gradwire.transport.lookout import BRISK_SECONDS, watch
 
 __all__ = ["Pace", "Readers"]
@@ -73,7 +72,6 @@ class Readers(ABC):
         self._busy_since = 0.0
         """Since when the one who reads is occupied with a question. 0: it is not."""
         self._ended = False
-        self._error: GradwireError | None = None
 
     @abstractmethod
     def _read_on(self, me: object) -> None:
@@ -111,13 +109,6 @@ class Readers(ABC):
             self._pace.took(time.monotonic() - self._busy_since)
             self._busy_since = 0.0
         return True
-
-    def _end(self, error: GradwireError | None) -> None:
-        with self._lock:
-            self._ended = True
-            self._error = error
-            self._turn = None
-            self._changed.notify_all()
 
     # -- answering where the question was read
 
