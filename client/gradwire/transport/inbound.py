@@ -12,6 +12,7 @@ import numpy as np
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.base import Buffer
+from gradwire.transport.buffers import new_buffer
 from gradwire.transport.frames import Chunk
 from gradwire.transport.room import Allowance, Room
 
@@ -197,7 +198,7 @@ class Inbound:
             return None
         try:
             # Pages are only committed as they are written: a length that lies costs address space alone.
-            transfer = _Transfer(np.empty(chunk.total, dtype=np.uint8))
+            transfer = _Transfer(new_buffer(chunk.total))
         except (MemoryError, ValueError) as error:
             raise ResourceExhausted(f"no memory for an attachment of {chunk.total} bytes") from error
         self._transfers[chunk.transfer] = transfer

@@ -1,0 +1,103 @@
+"""Memory for what comes is used again, and nobody sees what was in it while somebody still uses it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from weakref import finalize
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.transport.support import eventually
+
+from gradwire.transport.buffers import SMALLEST_BYTES, Buffers
+
+MIB = 1 << 20
+
+
+def address(buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    return int(buffer.ctypes.data)
+
+
+def test_memory_is_used_again() -> None:
+    buffers = Buffers()
+    first = buffers.new(3 * MIB)
+    assert len(first) == 3 * MIB
+    where = address(first)
+    del first
+    assert buffers.idle_bytes == 4 * MIB
+    for size in (3 * MIB, 4 * MIB, 2 * MIB + 1):
+        assert address(buffers.new(size)) == where
+
+
+def test_not_while_anything_looks_at_it() -> None:
+    buffers = Buffers()
+    buffer = buffers.new(2 * MIB)
+    buffer[:] = 7
+    tensor = torch.from_numpy(buffer)
+    part = tensor[MIB : MIB + 10]
+    del buffer, tensor
+    other = buffers.new(2 * MIB)
+    other[:] = 1
+    assert buffers.idle_bytes == 0
+    assert part.tolist() == [7] * 10
+    del part
+    assert buffers.idle_bytes == 2 * MIB
+
+
+def test_what_is_small_is_left_to_the_c_library() -> None:
+    buffers = Buffers()
+    buffers.new(SMALLEST_BYTES - 1)
+    assert len(buffers.new(0)) == 0
+    assert buffers.idle_bytes == 0
+
+
+def test_a_large_one_is_not_used_for_something_small() -> None:
+    buffers = Buffers()
+    buffers.new(64 * MIB)
+    small = buffers.new(2 * MIB)
+    assert buffers.idle_bytes == 64 * MIB
+    del small
+
+
+def test_no_more_is_kept_than_may_be() -> None:
+    buffers = Buffers(kept_bytes=4 * MIB)
+    several = [buffers.new(2 * MIB) for _ in range(4)]
+    last = address(several[-1])
+    while several:
+        del several[0]
+    assert buffers.idle_bytes == 4 * MIB
+    assert address(buffers.new(2 * MIB)) == last
+
+
+def test_what_is_idle_for_long_goes() -> None:
+    buffers = Buffers(idle_seconds=0.02)
+    buffers.new(2 * MIB)
+    eventually(lambda: buffers.idle_bytes == 0)
+    buffers.new(2 * MIB)
+    eventually(lambda: buffers.idle_bytes == 0)
+
+
+def test_no_memory_is_no_crash() -> None:
+    with pytest.raises((MemoryError, ValueError)):
+        Buffers().new(1 << 62)
+
+
+def test_a_destructor_gives_back_while_another_buffer_is_taken() -> None:
+    """A collection may run in any line, also while the lock is held."""
+    buffers = Buffers()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+            self.buffer = buffers.new(MIB)
+
+    cycle = Cycle()
+    collected = threading.Event()
+    finalize(cycle, collected.set)
+    del cycle
+    with buffers._lock:
+        gc.collect()
+    assert collected.is_set()
+    assert buffers.idle_bytes == MIB
