@@ -32,10 +32,10 @@ class CallFuture(Pending):
         self,
         decode: Callable[[Received], object],
         unread: Callable[[Received], object],
-        read_for: Callable[[Pending], None],
+        link: Link,
     ) -> None:
         super().__init__()
-        self._read_for = read_for
+        self._link = link
         self._decode: Callable[[Received], object] | None = decode
         self.unread = unread
         self._decode_lock = threading.Lock()
@@ -66,11 +66,15 @@ class CallFuture(Pending):
     def _wait_for(self, timeout: float | None) -> Received:
         try:
             if timeout is None:
-                self._read_for(self)
+                self._link.read_for(self)
             received: Received = super().result(timeout)
             return received
         finally:
             del self  # as in `result`
+
+    def _is_awaited(self) -> None:
+        if not self.done():
+            self._link.expect(self)
 
     def __del__(self) -> None:
         # Whoever throws a result away unread never learns what there is to release on the worker.
@@ -86,6 +90,7 @@ class CallFuture(Pending):
                 done.set_result(None)
 
         self.when_settled(lambda: loop.call_soon_threadsafe(wake))
+        self._is_awaited()
         try:
             yield from done
         except asyncio.CancelledError:
@@ -126,7 +131,7 @@ def start_call(
     future = CallFuture(
         partial(_decode_reply, participant, link, function, devices, agreed, resolve_ref),
         participant.releases_to(link).unread(autograd_pb2.ForwardWithAutogradReply),
-        link.read_for,
+        link,
     )
     participant.send_call(request, encoder.tensors, current_context_id(), link, future)
     try:

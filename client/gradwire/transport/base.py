@@ -176,9 +176,15 @@ class Pending(Future[Any]):
     def _condition(self) -> threading.Condition:  # type: ignore[override]
         """What `Future` waits with."""
         with self._guard:
+            is_first = self._awaited is None
             if self._awaited is None:
                 self._awaited = threading.Condition(self._guard)
-            return self._awaited
+        if is_first:
+            self._is_awaited()
+        return self._awaited
+
+    def _is_awaited(self) -> None:
+        """Somebody waits for it who may not read it themselves."""
 
     # `Future` takes its lock for these, which a state that only ever goes one way does not need.
 
@@ -225,6 +231,7 @@ class Pending(Future[Any]):
             thread.start()
 
         self.when_settled(run)
+        self._is_awaited()
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Calls back when there is an outcome, on the thread that brings it: it must not block."""
@@ -359,6 +366,10 @@ class Link(ABC):
     @abstractmethod
     def read_for(self, pending: Pending) -> None:
         """For a thread that is about to wait for an answer: reads the link until it comes, if nobody does."""
+
+    @abstractmethod
+    def expect(self, pending: Pending) -> None:
+        """For those who wait for an answer in another way: has the link read until it comes."""
 
     @abstractmethod
     def close(self, *, leaving: bool = False) -> None:

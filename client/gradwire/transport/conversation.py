@@ -121,6 +121,11 @@ class Conversation(Link):
         if streams is not None:
             streams.read_for(pending)
 
+    def expect(self, pending: Pending) -> None:
+        streams = self._streams
+        if streams is not None:
+            streams.expect(pending)
+
     def peer_takes_in_flight(self, max_bytes: int) -> None:
         """How many bytes of unanswered attachments the other end wants at a time; 0 if it does not matter."""
         self._window.max_bytes = max_bytes or (1 << 62)

@@ -165,6 +165,13 @@ class Reading(Readers):
             if is_over:
                 watch(self)
 
+    def expect(self, pending: Pending) -> None:
+        """Has the connection read until there is an answer, by another thread than this."""
+        with self._lock:
+            if not any(other is pending for other in self._expecting):
+                self._expecting.append(pending)
+            self._go_on()
+
     def _read_own(self, pending: Pending) -> None:
         reader = threading.get_ident()
 

@@ -108,6 +108,11 @@ class LocalStreams(Streams):
         if reading is not None:
             reading.read_for(pending)
 
+    def expect(self, pending: Pending) -> None:
+        reading = self._reading
+        if reading is not None:
+            reading.expect(pending)
+
     def fileno(self) -> int:
         return self._connection.fileno()
 

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 
-from gradwire.transport.lookout import BRISK_SECONDS, watch
+from gradwire.transport.lookout import BRISK_SECONDS, be_alert, watch
 
 __all__ = ["Pace", "Readers"]
 
@@ -71,6 +71,8 @@ class Readers(ABC):
         """Of where the last thing came from that was read."""
         self._busy_since = 0.0
         """Since when the one who reads is occupied with a question. 0: it is not."""
+        self._waits = False
+        """Whether it is, or was, in order to wait for somebody else."""
         self._ended = False
 
     @abstractmethod
@@ -106,7 +108,8 @@ class Readers(ABC):
         if self._turn is not me:
             return False  # somebody stands in
         if self._busy_since:
-            self._pace.took(time.monotonic() - self._busy_since)
+            if not self._waits:
+                self._pace.took(time.monotonic() - self._busy_since)
             self._busy_since = 0.0
         return True
 
@@ -119,13 +122,18 @@ class Readers(ABC):
         """
         if not self._pace.is_brisk():
             return False
+        self._waits = False
         self._busy_since = time.monotonic()
         watch(self)
         return True
 
     def step_aside(self) -> None:
         """For the code that answers: it is about to wait. Others need not wait with it."""
-        if self._reader == threading.get_ident() and self._is_needed_elsewhere():
+        if self._reader != threading.get_ident():
+            return
+        # How long that takes says nothing about the question, and does not keep anybody from a core.
+        self._waits = True
+        if self._is_needed_elsewhere():
             with self._lock:
                 # Unless somebody stands in by now.
                 if self._reader == threading.get_ident() and self._busy_since:
@@ -147,20 +155,22 @@ class Readers(ABC):
                 if now - self._busy_since < BRISK_SECONDS:
                     return True
                 self._relieve()
-            self._go_on()
+            if self._go_on():
+                be_alert()
             return not self._ended
 
     def _relieve(self) -> None:
         """Takes the turn from the one who is occupied. With the lock held."""
-        self._pace.took(_LONG_SECONDS)
+        if not self._waits:
+            self._pace.took(_LONG_SECONDS)
         self._turn, self._reader, self._busy_since = None, 0, 0.0
 
-    def _go_on(self) -> None:
-        """Has another thread read, if it is free to. With the lock held."""
+    def _go_on(self) -> bool:
+        """Has another thread read, if it is free to; whether it is. With the lock held."""
         if self._ended:
             self._changed.notify_all()
         elif not self._is_free():
-            return
+            return False
         elif self._ready:
             self._changed.notify()
         else:
@@ -173,3 +183,4 @@ class Readers(ABC):
             except RuntimeError as error:
                 self._ready -= 1
                 log.warning("no thread can be had: %s", error)  # it is tried again
+        return True

@@ -20,10 +20,9 @@ __all__ = ["Reception"]
 
 log = logging.getLogger("gradwire.link")
 
-_COALESCING_SECONDS = 0.0005
-"""How long an answer may wait for others that can leave with it."""
-_ROUND_SECONDS = 0.001
-"""After so long the others are looked at, however much there is to read from some."""
+_STAY_SECONDS = 0.001
+"""For so long one is attended to that has more to say, before it is the others' turn: answers to what came together
+leave together, and whoever waits for them is woken once."""
 
 
 class Source(local_reading.Source, Protocol):
@@ -51,7 +50,7 @@ class _Guest:
 
 
 class Reception(Readers):
-    """Attends to connections: one frame of each in turn."""
+    """Attends to connections in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +59,7 @@ class Reception(Readers):
         """In the order in which they are attended to. For the one who reads."""
         self._looked_at = 0.0
         self._current: _Guest | None = None
+        self._stays_until = 0.0
         self._arrivals = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrivals.register(self._wake, select.EPOLLIN)
@@ -114,19 +114,21 @@ class Reception(Readers):
 
     def _attend_to_next(self, me: object) -> bool:
         """Reads a frame and answers it. Whether it is still one's turn."""
-        if not self._due or time.monotonic() - self._looked_at > _ROUND_SECONDS:
+        if not self._due or time.monotonic() - self._looked_at > _STAY_SECONDS:
             self._look_for_arrivals()
         if not self._due:
             return True
         guest = self._due.popleft()
         guest.is_due = False
-        self._current, self._pace = guest, guest.pace
+        if guest is not self._current:
+            self._current, self._pace = guest, guest.pace
+            self._stays_until = time.monotonic() + _STAY_SECONDS
         try:
             frame = next(guest.source)
             if frame is None:
                 return True
             if guest.source.has_more:
-                self._is_due(guest)
+                self._is_due(guest, is_next=time.monotonic() < self._stays_until)
             guest.receive(frame)
             if guest.answers_wait_since and not self._may_wait(guest):
                 self._write_answers(guest)
@@ -145,8 +147,7 @@ class Reception(Readers):
 
     def _may_wait(self, guest: _Guest) -> bool:
         """Whether answers may wait for others to the same guest."""
-        is_next = guest.is_due and len(self._due) == 1
-        return is_next and time.monotonic() - guest.answers_wait_since < _COALESCING_SECONDS
+        return bool(self._due) and self._due[0] is guest and time.monotonic() < self._stays_until
 
     def _look_for_arrivals(self) -> None:
         if not self._due:
@@ -158,10 +159,13 @@ class Reception(Readers):
                 self._is_due(guest)
         self._looked_at = time.monotonic()
 
-    def _is_due(self, guest: _Guest) -> None:
+    def _is_due(self, guest: _Guest, *, is_next: bool = False) -> None:
         if not guest.is_due:
             guest.is_due = True
-            self._due.append(guest)
+            if is_next:
+                self._due.appendleft(guest)
+            else:
+                self._due.append(guest)
 
     def _dismiss(self, guest: _Guest, error: GradwireError | None) -> None:
         with self._lock:

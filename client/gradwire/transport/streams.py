@@ -63,6 +63,9 @@ class Streams:
     def read_for(self, pending: Pending) -> None:
         """Reads until there is an answer, where the thread that waits for it can."""
 
+    def expect(self, pending: Pending) -> None:
+        """Has an answer read without delay, where nobody does so unasked."""
+
     def close(self, *, discard: bool = False) -> None:
         self.control.close(discard=discard)
         self.bulk.close(discard=discard)

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.transport.support import SECONDS, eventually
 
 from gradwire.errors import DeadlineExceeded
-from gradwire.transport import Pending, Received
+from gradwire.transport import Pending, Received, local_reading, readers
 from gradwire.transport.local_reading import Reading
 
 
@@ -193,6 +193,22 @@ def test_one_who_never_reads_is_not_kept_waiting() -> None:
             line.far.send(b"a")
             assert pending.result(SECONDS).body == b"a"
             assert reading._turn is not None
+
+
+def test_one_who_waits_in_another_way_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls whose answers a thread read itself, and although nobody looks whether anybody reads."""
+    monkeypatch.setattr(local_reading, "watch", lambda _: None)
+    monkeypatch.setattr(readers, "_LIVENESS_SECONDS", SECONDS)
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(20):
+            exchange(line, reading, desk, b"a")
+            pending = desk.ask(b"b")
+            reading.expect(pending)
+            reading.expect(pending)
+            line.far.send(b"b")
+            assert pending.result(SECONDS / 2).body == b"b"
+        reading.expect(desk.ask(b"never"))  # so that somebody notices the end
 
 
 def test_no_descriptor_is_left() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import pytest
 from tests.unit.transport.support import SECONDS, eventually
 
 from gradwire.errors import InternalError, MalformedMessage
-from gradwire.transport import readers
+from gradwire.transport import BRISK_SECONDS, readers
 from gradwire.transport import reception as reception_module
 from gradwire.transport.reception import Reception
 
@@ -106,8 +107,12 @@ def test_one_thread_reads_for_all() -> None:
         assert {frame for frame, _ in desk.received} == {bytes([100 + number]) for number in range(50)}
 
 
-def test_connections_are_attended_to_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception_module, "_ROUND_SECONDS", 0.0)
+@pytest.mark.parametrize(("stay", "before_the_other"), [(0.0, range(1, 5)), (SECONDS, [10])])
+def test_connections_are_attended_to_in_turn(
+    stay: float, before_the_other: Container[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each for as long as it may stay."""
+    monkeypatch.setattr(reception_module, "_STAY_SECONDS", stay)
     with open_reception() as reception:
         desk, lines = Desk(reception), [Line(), Line()]
         first, sent = threading.Event(), threading.Event()
@@ -125,8 +130,8 @@ def test_connections_are_attended_to_in_turn(monkeypatch: pytest.MonkeyPatch) ->
             lines[1].far.send(b"b" * 10)
             sent.set()
             eventually(lambda: len(desk.received) == 20)
-        order = b"".join(frame for frame, _ in desk.received)
-        assert order.index(b"b") < 5
+        came = b"".join(frame for frame, _ in desk.received)
+        assert came.index(b"b") in before_the_other
 
 
 def test_nobody_waits_for_one_that_takes_long() -> None:
@@ -167,6 +172,24 @@ def test_one_that_waits_steps_aside_for_others_at_once() -> None:
             lines[0].far.send(b"w")
             lines[1].far.send(b"x")
             eventually(lambda: len(other.received) == 1)
+
+
+def test_to_wait_for_others_is_not_to_take_long() -> None:
+    """So what waits goes on being worked on where it is read."""
+    with open_reception() as reception:
+        desk, line = Desk(reception), Line()
+        worked: list[bytes] = []
+
+        def work() -> None:
+            reception.step_aside()
+            time.sleep(5 * BRISK_SECONDS)
+            worked.append(desk.received[-1][0])
+
+        desk.work = work
+        with attended(reception, line, desk):
+            for number in range(10):
+                line.far.send(bytes([100 + number]))
+                eventually(lambda number=number: len(worked) == 1 + number)  # type: ignore[misc]
 
 
 def test_answers_to_what_came_together_leave_together() -> None:
