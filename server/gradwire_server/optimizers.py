@@ -285,8 +285,8 @@ class WorkerOptimizer:
         is_trained = any(parameter.requires_grad for parameter in self.parameters)
         if not gradients and is_trained and not allow_missing:
             raise _refused("missing", "there are no gradients for any parameter; was backward run?")
-        names = {parameter: name for name, parameter in self._named()}
         if skip_nonfinite:
+            names = {parameter: name for name, parameter in self._named()}
             bad = [names[parameter] for parameter, gradient in gradients.items() if not _is_finite(gradient)]
             if bad:
                 raise _refused("nonfinite", f"the gradients of {', '.join(bad[:5])} are not finite")

@@ -1,7 +1,7 @@
 """Memory for large attachments that come over a socket, used again and again.
 
-Most of the cost of large fresh memory is having its pages mapped in; to receive into memory that was used before
-takes half as long or less. So the memory of a tensor that came is kept for a while when the tensor is gone.
+Most of the cost of large fresh memory is having its pages mapped in. So the memory of a tensor that came is
+kept for a while when the tensor is gone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Buffers:
             return sum(len(memory) for _, memory in self._free)
 
     def new(self, size: int) -> Buffer:
-        """Memory for so many bytes, which hold anything: whoever takes it must write all before others see it.
+        """Memory for so many bytes, which may hold anything: all must be written before anybody sees it.
 
         Raises MemoryError or ValueError if there is none.
         """
@@ -61,8 +61,8 @@ class Buffers:
         return np.frombuffer(memoryview(hold), dtype=np.uint8, count=size)
 
     def _take(self, size: int) -> mmap.mmap:
-        # Powers of two, so that tensors of about the same size can use the same memory. What is not written to
-        # takes none.
+        # Powers of two, so that tensors of about the same size can use the same memory. What is not written
+        # to takes none.
         room = 1 << (size - 1).bit_length()
         with self._lock:
             self._take_in()

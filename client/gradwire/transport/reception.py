@@ -21,8 +21,8 @@ __all__ = ["Reception"]
 log = logging.getLogger("gradwire.link")
 
 _STAY_SECONDS = 0.001
-"""For so long one is attended to that has more to say, before it is the others' turn: answers to what came together
-leave together, and whoever waits for them is woken once."""
+"""For so long one is attended to that has more to say, before it is the others' turn: answers to what came
+together leave together, and whoever waits for them is woken once."""
 
 
 class Source(local_reading.Source, Protocol):

@@ -46,15 +46,19 @@ class Spinning:
         if not _one_at_a_time.acquire(blocking=False):
             return
         try:
+            if self._poll.poll(0):
+                return  # which says nothing: where many want the cores, it was here before this thread was
             now = time.monotonic()
             give_up_at = now + _SECONDS
-            while not self._poll.poll(0):
+            while True:
                 os.sched_yield()
                 before, now = now, time.monotonic()
                 if now > give_up_at or now - before > _CROWDED_SECONDS:
                     self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED)
                     return
-            self._to_skip = 0
+                if self._poll.poll(0):
+                    self._to_skip = 0
+                    return
         finally:
             _one_at_a_time.release()
 

@@ -71,6 +71,10 @@ def test_where_it_is_of_use_again_it_is_tried_every_time(looks: Looks) -> None:
     looks.comes_after = looks.count + 1
     while looks.count < looks.comes_after:
         spin()
+    assert looked(looks, spin) == 0  # it was there already: nothing was gained
+    looks.comes_after = looks.count + 2
+    while looks.count < looks.comes_after:
+        spin()
     for _ in range(5):
         looks.comes_after = looks.count + 2
         assert looked(looks, spin) == 2
@@ -78,7 +82,7 @@ def test_where_it_is_of_use_again_it_is_tried_every_time(looks: Looks) -> None:
 
 def test_it_gives_up_at_once_where_others_want_the_core(looks: Looks) -> None:
     looks.takes = 2 * spinning._CROWDED_SECONDS
-    assert looked(looks, Spinning(looks)) == 1
+    assert looked(looks, Spinning(looks)) == 2
 
 
 def test_one_thread_at_a_time(looks: Looks) -> None:
