@@ -174,8 +174,16 @@ class RemoteWorker:
     def ping(self, timeout: float | None = None) -> float:
         """Seconds for a round trip."""
         start = time.perf_counter()
-        self._link.ask(link_pb2.METHOD_PING, b"", timeout=time_left(timeout)).result()
+        self._ask(link_pb2.METHOD_PING, b"", timeout)
         return time.perf_counter() - start
+
+    def _ask(self, method: int, body: bytes, timeout: float | None) -> bytes:
+        """Asks something other than a call."""
+        link = self._link
+        pending = link.ask(method, body, timeout=time_left(timeout))
+        link.read_for(pending)
+        answer: bytes = pending.result().body
+        return answer
 
     # -- what there is
 
@@ -191,24 +199,21 @@ class RemoteWorker:
     def describe(self, timeout: float | None = 30.0) -> describe_pb2.DescribeReply:
         """What the worker says of itself, as protobuf."""
         request = describe_pb2.DescribeRequest().SerializeToString()
-        pending = self._link.ask(link_pb2.METHOD_DESCRIBE, request, timeout=time_left(timeout))
-        self._description = wire.parse(describe_pb2.DescribeReply, pending.result().body)
+        answer = self._ask(link_pb2.METHOD_DESCRIBE, request, timeout)
+        self._description = wire.parse(describe_pb2.DescribeReply, answer)
         return self._description
 
     def inspect(self, timeout: float | None = 30.0) -> describe_pb2.InspectReply:
         """What the worker holds right now, as protobuf: contexts, clients, memory."""
         request = describe_pb2.InspectRequest().SerializeToString()
-        pending = self._link.ask(link_pb2.METHOD_INSPECT, request, timeout=time_left(timeout))
-        return wire.parse(describe_pb2.InspectReply, pending.result().body)
+        return wire.parse(describe_pb2.InspectReply, self._ask(link_pb2.METHOD_INSPECT, request, timeout))
 
     def cleanup(self, context: str, timeout: float | None = 30.0) -> bool:
         """Makes the worker let go of a context, named as `inspect` names it. Whether there was such a one."""
         request = autograd_pb2.CleanupContextRequest()
         ContextId.from_text(context).write(request.context)
-        pending = self._link.ask(
-            link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=time_left(timeout)
-        )
-        return wire.parse(autograd_pb2.CleanupContextReply, pending.result().body).found
+        answer = self._ask(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout)
+        return wire.parse(autograd_pb2.CleanupContextReply, answer).found
 
     def functions(self) -> list[FunctionInfo]:
         """What can be called, sorted by name."""

@@ -206,14 +206,15 @@ class Pending(Future[Any]):
         return self._state in _CANCELLED
 
     def cancel(self) -> bool:
-        with self._condition:
+        with self._guard:
             if self._state != "PENDING":
                 return self.cancelled()
             self._state = "CANCELLED"
             # Unlike Future's own, tells those who wait in futures.wait and as_completed, too: no executor
             # will ever pick this future up and do so.
             self.set_running_or_notify_cancel()
-            self._condition.notify_all()
+            if self._awaited is not None:
+                self._awaited.notify_all()
         self._invoke_callbacks()
         if self.abandon is not None:
             self.abandon()

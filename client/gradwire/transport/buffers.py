@@ -19,10 +19,22 @@ import numpy as np
 from gradwire.transport.base import Buffer
 from gradwire.transport.timers import call_later
 
-__all__ = ["Buffers", "new_buffer"]
+__all__ = ["Buffers", "new_buffer", "view"]
 
 SMALLEST_BYTES = 1 << 20
 """What is smaller the C library keeps by itself."""
+_TRIM_SECONDS = 1.0
+"""How often it is looked whether too much is kept, or for too long."""
+
+
+def view(memory: mmap.mmap, size: int) -> tuple[object, Buffer]:
+    """The first bytes of some memory, and what everything refers to that looks at them.
+
+    An object of its own for each use: numpy lets views refer to it, past the array itself. So when it is
+    gone, nobody looks any more.
+    """
+    hold = (ctypes.c_char * len(memory)).from_buffer(memory)
+    return hold, np.frombuffer(memoryview(hold), dtype=np.uint8, count=size)
 
 
 class Buffers:
@@ -52,22 +64,21 @@ class Buffers:
 
         Raises MemoryError or ValueError if there is none.
         """
-        if size < SMALLEST_BYTES:
-            return np.empty(size, dtype=np.uint8)
-        # An object of its own for each use: numpy lets views refer to it, past the array itself.
-        memory = self._take(size)
-        hold = (ctypes.c_char * len(memory)).from_buffer(memory)
-        weakref.finalize(hold, self._give_back, memory).atexit = False
-        return np.frombuffer(memoryview(hold), dtype=np.uint8, count=size)
-
-    def _take(self, size: int) -> mmap.mmap:
-        # Powers of two, so that tensors of about the same size can use the same memory. What is not written
-        # to takes none.
+        # Powers of two, so that tensors of about the same size can use the same memory. What was never
+        # written to takes none.
         room = 1 << (size - 1).bit_length()
+        if size < SMALLEST_BYTES or room > self._kept_bytes:
+            return np.empty(size, dtype=np.uint8)
+        memory = self._take(room)
+        hold, buffer = view(memory, size)
+        weakref.finalize(hold, self._give_back, memory).atexit = False
+        return buffer
+
+    def _take(self, room: int) -> mmap.mmap:
         with self._lock:
             self._take_in()
             for index in reversed(range(len(self._free))):
-                if room <= len(self._free[index][1]) <= 4 * room:
+                if len(self._free[index][1]) == room:
                     return self._free.pop(index)[1]
         try:
             memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -82,14 +93,11 @@ class Buffers:
 
     def _give_back(self, memory: mmap.mmap) -> None:
         self._returned.append((time.monotonic(), memory))
-        if self._lock.acquire(blocking=False):  # else whoever has it, or comes next, takes it in
-            try:
-                self._take_in()
-            finally:
-                self._lock.release()
         if not self._is_watched:
-            self._is_watched = True
-            call_later(self._idle_seconds, self._trim)
+            call_later(min(_TRIM_SECONDS, self._idle_seconds), self._trim)
+            self._is_watched = (
+                True  # afterwards: an interrupt between the two must not end the watch for good
+            )
 
     def _take_in(self) -> None:
         """With the lock held."""
@@ -100,7 +108,7 @@ class Buffers:
             kept -= len(self._free.pop(0)[1])
 
     def _trim(self) -> None:
-        """Lets go of what was idle for long."""
+        """Lets go of what is too much, and of what was idle for long."""
         self._is_watched = False
         long_ago = time.monotonic() - self._idle_seconds
         with self._lock:
@@ -108,8 +116,8 @@ class Buffers:
             self._free = [entry for entry in self._free if entry[0] > long_ago]
             is_left = bool(self._free)
         if is_left and not self._is_watched:
+            call_later(min(_TRIM_SECONDS, self._idle_seconds), self._trim)
             self._is_watched = True
-            call_later(self._idle_seconds, self._trim)
 
 
 _buffers = Buffers()

@@ -110,16 +110,25 @@ class Reading(Readers):
             with self._lock:
                 if not self._is_dealt_with(me):
                     return
-                was_expected = bool(self._expecting)
-                if was_expected:
-                    self._expecting = [pending for pending in self._expecting if not pending.done()]
+                came = self._no_longer_expected()
+                was_expected = bool(came)
                 # Those who had to wait are likely to ask again soon, and can read the answer themselves then.
                 if not self._expecting and (
                     was_expected or (self._is_in_the_way() and not self._source.has_more)
                 ):
                     self._turn, self._free_since = None, time.monotonic()
                     break
+            del came
         watch(self)
+
+    def _no_longer_expected(self) -> list[Pending]:
+        """Takes out what has come. With the lock held, and not to be destroyed before it is released:
+        people's destructors may do anything."""
+        if not self._expecting:
+            return []
+        came = [pending for pending in self._expecting if pending.done()]
+        self._expecting = [pending for pending in self._expecting if not pending.done()]
+        return came
 
     def _end(self, error: GradwireError | None) -> None:
         with self._lock:
@@ -155,13 +164,16 @@ class Reading(Readers):
             self._read_own(pending)
         finally:
             # The user may interrupt at any moment.
+            came: list[Pending] = []
             with self._lock:
                 is_over = self._turn is pending
                 if is_over:
+                    came = self._no_longer_expected()
                     self._turn, self._is_callers_turn = None, False
                     self._free_since = self._read_own_at = time.monotonic()
                     if self._ended or self._expecting:
                         self._changed.notify_all()
+            del came
             if is_over:
                 watch(self)
 

@@ -16,6 +16,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.04
 from the interpreter for a moment, and may bring it to another core: with 3 ms, eight clients of a worker took
 a quarter longer for everything."""
 _IDLE_SECONDS = 0.1
+"""Without anything to see for so long, the thread ends."""
 
 
 class Watched(Protocol):
@@ -24,7 +25,7 @@ class Watched(Protocol):
 
 
 class _Lookout:
-    """Looks every few milliseconds, while there is anything to see."""
+    """Looks again and again, while there is anything to see."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -72,7 +72,7 @@ class Readers(ABC):
         self._busy_since = 0.0
         """Since when the one who reads is occupied with a question. 0: it is not."""
         self._waits = False
-        """Whether it is, or was, in order to wait for somebody else."""
+        """Whether it has waited for somebody else meanwhile. What it took until then has been noted."""
         self._ended = False
 
     @abstractmethod
@@ -131,14 +131,16 @@ class Readers(ABC):
         """For the code that answers: it is about to wait. Others need not wait with it."""
         if self._reader != threading.get_ident():
             return
-        # How long that takes says nothing about the question, and does not keep anybody from a core.
-        self._waits = True
-        if self._is_needed_elsewhere():
-            with self._lock:
-                # Unless somebody stands in by now.
-                if self._reader == threading.get_ident() and self._busy_since:
-                    self._relieve()
-                    self._go_on()
+        with self._lock:
+            if self._reader != threading.get_ident() or not self._busy_since:
+                return  # somebody stands in by now
+            if not self._waits:
+                # How long it waits says nothing about the next question.
+                self._pace.took(time.monotonic() - self._busy_since)
+                self._waits = True
+            if self._is_needed_elsewhere():
+                self._relieve()
+                self._go_on()
 
     def _is_needed_elsewhere(self) -> bool:
         return False
@@ -154,6 +156,8 @@ class Readers(ABC):
                     return False
                 if now - self._busy_since < BRISK_SECONDS:
                     return True
+                # Also if it waits: it may be for what comes over the connection that nobody reads meanwhile.
+                self._pace.took(_LONG_SECONDS)
                 self._relieve()
             if self._go_on():
                 be_alert()
@@ -161,17 +165,16 @@ class Readers(ABC):
 
     def _relieve(self) -> None:
         """Takes the turn from the one who is occupied. With the lock held."""
-        if not self._waits:
-            self._pace.took(_LONG_SECONDS)
         self._turn, self._reader, self._busy_since = None, 0, 0.0
 
     def _go_on(self) -> bool:
-        """Has another thread read, if it is free to; whether it is. With the lock held."""
+        """Has another thread read, if it is free to. Whether one does. With the lock held."""
         if self._ended:
             self._changed.notify_all()
-        elif not self._is_free():
             return False
-        elif self._ready:
+        if not self._is_free():
+            return False
+        if self._ready:
             self._changed.notify()
         else:
             self._ready += 1
@@ -183,4 +186,5 @@ class Readers(ABC):
             except RuntimeError as error:
                 self._ready -= 1
                 log.warning("no thread can be had: %s", error)  # it is tried again
+                return False
         return True

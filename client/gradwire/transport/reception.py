@@ -43,8 +43,8 @@ class _Guest:
         self.pace = Pace()
         self.is_due = False
         """Whether there is something to read."""
-        self.answers_wait_since = 0.0
-        """0: all were written."""
+        self.has_answers = False
+        """That wait to be written."""
         self.gone = threading.Event()
         self.error: GradwireError | None = None
 
@@ -120,9 +120,10 @@ class Reception(Readers):
             return True
         guest = self._due.popleft()
         guest.is_due = False
-        if guest is not self._current:
+        now = time.monotonic()
+        if guest is not self._current or now >= self._stays_until:
             self._current, self._pace = guest, guest.pace
-            self._stays_until = time.monotonic() + _STAY_SECONDS
+            self._stays_until = now + _STAY_SECONDS
         try:
             frame = next(guest.source)
             if frame is None:
@@ -130,7 +131,7 @@ class Reception(Readers):
             if guest.source.has_more:
                 self._is_due(guest, is_next=time.monotonic() < self._stays_until)
             guest.receive(frame)
-            if guest.answers_wait_since and not self._may_wait(guest):
+            if guest.has_answers and not self._may_wait(guest):
                 self._write_answers(guest)
         except StopIteration:
             self._dismiss(guest, None)
@@ -141,7 +142,7 @@ class Reception(Readers):
             self._dismiss(guest, InternalError(f"the connection could not be attended to: {error!r}"))
         with self._lock:
             is_still_mine = self._is_dealt_with(me)
-        if not is_still_mine and guest.answers_wait_since:
+        if not is_still_mine and guest.has_answers:
             self._write_answers(guest)  # whoever stands in does not know of them
         return is_still_mine
 
@@ -188,11 +189,11 @@ class Reception(Readers):
         guest = self._current
         if guest is None or guest.source is not source or self._reader != threading.get_ident():
             return False
-        guest.answers_wait_since = guest.answers_wait_since or time.monotonic()
+        guest.has_answers = True
         return True
 
     def _write_answers(self, guest: _Guest) -> None:
-        guest.answers_wait_since = 0.0
+        guest.has_answers = False
         guest.source.flush()
 
     def _is_needed_elsewhere(self) -> bool:
@@ -201,7 +202,7 @@ class Reception(Readers):
     def _relieve(self) -> None:
         super()._relieve()
         guest, self._current = self._current, None
-        if guest is not None and guest.answers_wait_since:
+        if guest is not None and guest.has_answers:
             # Answers to what came before must not wait for what takes long.
-            guest.answers_wait_since = 0.0
+            guest.has_answers = False
             guest.source.flush_elsewhere()

@@ -10,7 +10,6 @@ nothing is left behind however either process ends.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -25,6 +24,7 @@ import numpy as np
 
 from gradwire.errors import MalformedMessage
 from gradwire.transport.base import Buffer
+from gradwire.transport.buffers import view
 
 __all__ = ["Borrowed", "Lent", "Segment", "are_supported"]
 
@@ -200,10 +200,9 @@ class Borrowed:
         used = self._in_use.get(id)
         if used is not None and used() is not None:
             raise MalformedMessage(f"segment {id} was filled while it was in use")
-        # An object of its own for each use: numpy lets views refer to it, past the array itself.
-        hold = (ctypes.c_char * len(memory)).from_buffer(memory)
+        hold, buffer = view(memory, total)
         self._in_use[id] = weakref.ref(hold, partial(_tell, self._on_unused, id, len(memory)))
-        return np.frombuffer(memoryview(hold), dtype=np.uint8, count=total)
+        return buffer
 
     def drop(self, ids: Sequence[int]) -> None:
         """The other end will not use these again. What is over them here stays valid."""

@@ -71,6 +71,13 @@ def test_no_more_is_kept_than_may_be() -> None:
     assert address(buffers.new(2 * MIB)) == last
 
 
+def test_what_is_too_large_to_be_kept_takes_no_place() -> None:
+    buffers = Buffers(kept_bytes=4 * MIB)
+    buffers.new(2 * MIB)
+    assert len(buffers.new(5 * MIB)) == 5 * MIB
+    assert buffers.idle_bytes == 2 * MIB
+
+
 def test_what_is_idle_for_long_goes() -> None:
     buffers = Buffers(idle_seconds=0.02)
     buffers.new(2 * MIB)

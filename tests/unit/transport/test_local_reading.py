@@ -211,6 +211,18 @@ def test_one_who_waits_in_another_way_is_not_kept_waiting(monkeypatch: pytest.Mo
         reading.expect(desk.ask(b"never"))  # so that somebody notices the end
 
 
+def test_answers_are_not_kept() -> None:
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(50):
+            pending = desk.ask(b"a")
+            reading.expect(pending)
+            line.far.send(b"a")
+            reading.read_for(pending)
+            assert pending.result(SECONDS).body == b"a"
+        eventually(lambda: not reading._expecting)
+
+
 def test_no_descriptor_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
     desk = Desk()

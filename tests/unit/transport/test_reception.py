@@ -174,8 +174,9 @@ def test_one_that_waits_steps_aside_for_others_at_once() -> None:
             eventually(lambda: len(other.received) == 1)
 
 
-def test_to_wait_for_others_is_not_to_take_long() -> None:
-    """So what waits goes on being worked on where it is read."""
+def test_to_wait_for_others_is_not_to_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what waits goes on being worked on where it is read, unless that was in somebody's way."""
+    monkeypatch.setattr(readers, "watch", lambda _: None)
     with open_reception() as reception:
         desk, line = Desk(reception), Line()
         worked: list[bytes] = []
@@ -190,6 +191,52 @@ def test_to_wait_for_others_is_not_to_take_long() -> None:
             for number in range(10):
                 line.far.send(bytes([100 + number]))
                 eventually(lambda number=number: len(worked) == 1 + number)  # type: ignore[misc]
+
+
+def test_what_waits_for_its_own_connection_is_soon_worked_on_elsewhere() -> None:
+    with open_reception() as reception:
+        line, answered = Line(), threading.Event()
+        here: list[bool] = []
+
+        def receive(frame: bytes) -> None:
+            if frame == b"a":
+                answered.set()
+                return
+            here.append(reception.may_run_here())
+            if here[-1]:
+                reception.step_aside()
+                assert answered.wait(SECONDS)
+
+        desk = Desk(reception)
+        desk.receive = receive  # type: ignore[method-assign]
+        with attended(reception, line, desk):
+            for number in range(10):
+                answered.clear()
+                line.far.send(b"q")
+                eventually(lambda number=number: len(here) == 1 + number)  # type: ignore[misc]
+                line.far.send(b"a")
+                assert answered.wait(SECONDS)
+        assert here[0]
+        assert not all(here)
+
+
+def test_answers_to_one_who_is_alone_go_on_leaving_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception_module, "_STAY_SECONDS", 0.02)
+    with open_reception() as reception:
+        desk, line = Desk(reception), Line()
+        answers = 0
+
+        def work() -> None:
+            nonlocal answers
+            time.sleep(0.001)
+            assert reception.will_write(line)
+            answers += 1
+
+        desk.work = work
+        with attended(reception, line, desk):
+            line.far.send(b"x" * 90)
+            eventually(lambda: answers == 90 and line.flushes > 0)
+        assert line.flushes < 45
 
 
 def test_answers_to_what_came_together_leave_together() -> None:
