@@ -13,8 +13,8 @@ BRISK_SECONDS = 0.004
 """What takes no longer than this is not worth another thread."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.04
 """Between two looks: the longer, the longer there was nothing to do. Each keeps the thread that is at work
-from the interpreter for a moment, and may bring it to another core: with 3 ms, eight clients of a worker took
-a quarter longer for everything."""
+from the interpreter for a moment, and may bring it to another core: looking every 3 ms made everything slower
+that takes a few."""
 _IDLE_SECONDS = 0.1
 """Without anything to see for so long, the thread ends."""
 
