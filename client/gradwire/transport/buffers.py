@@ -50,7 +50,8 @@ class Buffers:
         """Since when, the latest last."""
         self._returned: deque[tuple[float, mmap.mmap]] = deque()
         """Destructors leave it here: they run at any moment, also while this thread has the lock."""
-        self._is_watched = False
+        self._trimmed_at = 0.0
+        """When it is, or was, trimmed next."""
 
     @property
     def idle_bytes(self) -> int:
@@ -92,12 +93,17 @@ class Buffers:
         return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        self._returned.append((time.monotonic(), memory))
-        if not self._is_watched:
-            call_later(min(_TRIM_SECONDS, self._idle_seconds), self._trim)
-            self._is_watched = (
-                True  # afterwards: an interrupt between the two must not end the watch for good
-            )
+        now = time.monotonic()
+        self._returned.append((now, memory))
+        self._watch(now)
+
+    def _watch(self, now: float) -> None:
+        """Has it trimmed, if that is not about to be. Told by the time: a flag that an interrupt leaves
+        behind would end it for good."""
+        if now >= self._trimmed_at:
+            pause = min(_TRIM_SECONDS, self._idle_seconds)
+            self._trimmed_at = now + pause
+            call_later(pause, self._trim)
 
     def _take_in(self) -> None:
         """With the lock held."""
@@ -109,15 +115,13 @@ class Buffers:
 
     def _trim(self) -> None:
         """Lets go of what is too much, and of what was idle for long."""
-        self._is_watched = False
-        long_ago = time.monotonic() - self._idle_seconds
+        now = time.monotonic()
         with self._lock:
             self._take_in()
-            self._free = [entry for entry in self._free if entry[0] > long_ago]
+            self._free = [entry for entry in self._free if entry[0] > now - self._idle_seconds]
             is_left = bool(self._free)
-        if is_left and not self._is_watched:
-            call_later(min(_TRIM_SECONDS, self._idle_seconds), self._trim)
-            self._is_watched = True
+        if is_left:
+            self._watch(now)
 
 
 _buffers = Buffers()

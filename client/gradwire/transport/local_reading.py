@@ -111,11 +111,8 @@ class Reading(Readers):
                 if not self._is_dealt_with(me):
                     return
                 came = self._no_longer_expected()
-                was_expected = bool(came)
                 # Those who had to wait are likely to ask again soon, and can read the answer themselves then.
-                if not self._expecting and (
-                    was_expected or (self._is_in_the_way() and not self._source.has_more)
-                ):
+                if not self._expecting and (came or (self._is_in_the_way() and not self._source.has_more)):
                     self._turn, self._free_since = None, time.monotonic()
                     break
             del came

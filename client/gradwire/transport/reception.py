@@ -118,18 +118,13 @@ class Reception(Readers):
             self._look_for_arrivals()
         if not self._due:
             return True
-        guest = self._due.popleft()
-        guest.is_due = False
-        now = time.monotonic()
-        if guest is not self._current or now >= self._stays_until:
-            self._current, self._pace = guest, guest.pace
-            self._stays_until = now + _STAY_SECONDS
+        guest = self._next_guest()
         try:
             frame = next(guest.source)
             if frame is None:
                 return True
             if guest.source.has_more:
-                self._is_due(guest, is_next=time.monotonic() < self._stays_until)
+                self._is_due(guest, is_next=True)
             guest.receive(frame)
             if guest.has_answers and not self._may_wait(guest):
                 self._write_answers(guest)
@@ -146,9 +141,22 @@ class Reception(Readers):
             self._write_answers(guest)  # whoever stands in does not know of them
         return is_still_mine
 
+    def _next_guest(self) -> _Guest:
+        """The one who was attended to last, if it has more to say and its time is not up; else the next."""
+        now, last = time.monotonic(), self._current
+        # Answers that wait were left to its next turn.
+        if now >= self._stays_until and self._due[0] is last and not last.has_answers:
+            self._due.rotate(-1)
+        guest = self._due.popleft()
+        guest.is_due = False
+        if guest is not last or now >= self._stays_until:
+            self._current, self._pace = guest, guest.pace
+            self._stays_until = now + _STAY_SECONDS
+        return guest
+
     def _may_wait(self, guest: _Guest) -> bool:
-        """Whether answers may wait for others to the same guest."""
-        return bool(self._due) and self._due[0] is guest and time.monotonic() < self._stays_until
+        """Whether answers may wait for others to the same guest, who is the next then."""
+        return guest.is_due and time.monotonic() < self._stays_until
 
     def _look_for_arrivals(self) -> None:
         if not self._due:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.transport.support import SECONDS, eventually
@@ -220,15 +221,49 @@ def test_what_waits_for_its_own_connection_is_soon_worked_on_elsewhere() -> None
         assert not all(here)
 
 
+class Clock:
+    """What the reception takes for the time: only work makes it pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        # Not the clock of the whole process, which others rely on.
+        monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(readers, "watch", lambda _: None)
+
+
+def test_nobody_waits_for_one_who_has_much_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with open_reception() as reception:
+        desk, lines = Desk(reception), [Line(), Line()]
+        first, sent = threading.Event(), threading.Event()
+
+        def work() -> None:
+            first.set()
+            assert sent.wait(SECONDS)
+            clock.now += 0.4 * reception_module._STAY_SECONDS
+
+        desk.work = work
+        with attended(reception, lines[0], desk), attended(reception, lines[1], desk):
+            eventually(lambda: len(reception._guests) == 2)
+            lines[0].far.send(b"a" * 20)
+            assert first.wait(SECONDS)
+            lines[1].far.send(b"b" * 20)
+            sent.set()
+            eventually(lambda: len(desk.received) == 40)
+        came = b"".join(frame for frame, _ in desk.received)
+        # Each stays for three of them, that take 1.2 times as long as it may.
+        assert came == b"aaabbb" * 6 + b"aabb"
+
+
 def test_answers_to_one_who_is_alone_go_on_leaving_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception_module, "_STAY_SECONDS", 0.02)
+    clock = Clock(monkeypatch)
     with open_reception() as reception:
         desk, line = Desk(reception), Line()
         answers = 0
 
         def work() -> None:
             nonlocal answers
-            time.sleep(0.001)
+            clock.now += 0.05 * reception_module._STAY_SECONDS
             assert reception.will_write(line)
             answers += 1
 
