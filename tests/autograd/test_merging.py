@@ -20,6 +20,8 @@ from tests.autograd.test_round_trips import BACKWARD, asked
 import gradwire as gw
 import gradwire_server as gws
 from gradwire.autograd import holding
+from gradwire.autograd.nodes import received_of
+from gradwire.autograd.records import Received
 
 __all__ = ["asked"]
 
@@ -337,6 +339,30 @@ def test_independent_steps_are_one_request_in_backward(trio: Both, leaf: Leaf, a
     outs = [trio.a.recur(x) for _ in range(20)]
     torch.stack(outs).sum().backward()
     assert asked[BACKWARD] <= 2
+
+
+def test_results_that_meet_in_what_an_earlier_call_kept_are_one_request(
+    trio: Both, leaf: Leaf, asked: Counter[int]
+) -> None:
+    x = leaf()
+    trio.a.recur(x)
+    outs = [trio.a.recall(x) for _ in range(20)]
+    torch.stack(outs).sum().backward()
+    assert asked[BACKWARD] <= 3
+
+
+def test_results_that_have_nothing_in_common_are_not_kept_track_of(trio: Both, leaf: Leaf) -> None:
+    x = leaf()
+    apart = [trio.a.affine(x) for _ in range(4)]
+    assert [_received(one).group for one in apart] == [None] * 4
+    together = [trio.a.recur(x) for _ in range(4)]
+    assert all(_received(one).group for one in together[1:])
+
+
+def _received(result: torch.Tensor) -> Received:
+    received = received_of(result.grad_fn)
+    assert received is not None
+    return received
 
 
 def test_steps_in_a_loop_are_one_request_each(trio: Both, leaf: Leaf, asked: Counter[int]) -> None:

@@ -27,6 +27,10 @@ ANCHOR = torch.frombuffer(bytearray(4), dtype=torch.float32)[0].requires_grad_()
 """A private leaf below every recv node, so that what arrives can require grad even if nothing that was
 sent did. No gradient ever flows into it."""
 
+_TOKEN = torch.frombuffer(bytearray(4), dtype=torch.float32)[0]
+"""What tokens and their gradients look at: nobody reads or writes it. On the CPU, so that the wait happens on
+the thread that called backward and never on a GPU's thread, which all passes share."""
+
 _ANCHOR_NODE = get_gradient_edge(ANCHOR).node  # kept: a leaf holds its node only weakly
 
 
@@ -45,9 +49,7 @@ class SendRpc(torch.autograd.Function):
         ctx.record = weakref.ref(record)
         ctx.arity = len(tensors)
         ctx.set_materialize_grads(False)
-        # On the CPU, so that the wait happens on the thread that called backward and never on a GPU's
-        # thread, which all passes share.
-        return torch.zeros(())
+        return _TOKEN.data
 
     @staticmethod
     def backward(ctx: Any, *token_gradient: Any) -> Any:
@@ -91,7 +93,7 @@ class RecvRpc(torch.autograd.Function):
         if not awaits_mail:
             return None, None, *[None] * (ctx.tokens + 1)
         # A defined gradient for every token makes the send nodes wait for their mail; none for the anchor.
-        return None, None, *[torch.zeros(()) for _ in range(ctx.tokens)], None
+        return None, None, *[_TOKEN] * ctx.tokens, None
 
 
 class Reaches(torch.autograd.Function):
@@ -101,7 +103,7 @@ class Reaches(torch.autograd.Function):
     def forward(ctx: Any, *tokens: torch.Tensor) -> torch.Tensor:
         ctx.tokens = len(tokens) - 1
         ctx.set_materialize_grads(False)
-        return torch.zeros(())
+        return _TOKEN.data
 
     @staticmethod
     def backward(ctx: Any, *token_gradient: Any) -> Any:

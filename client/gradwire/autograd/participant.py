@@ -278,7 +278,7 @@ class Participant:
         sent.id.write(autograd.message)
         own = own_call is not None and own_call in self.live
         if len(self.live) > own or self.store.get(context).results:
-            self._describe(sent, differentiable, link, autograd)
+            self._describe(sent, differentiable, own_call, link, autograd)
         elif own_call is not None and own:
             # There is no other, so the graph need not be walked.
             own_call.write(autograd.depends_on.add())
@@ -289,6 +289,7 @@ class Participant:
         self,
         sent: SentResults,
         tensors: Sequence[torch.Tensor],
+        own_call: MessageId | None,
         link: Link | None,
         autograd: autograd_pb2.AutogradMetadata,
     ) -> None:
@@ -297,7 +298,7 @@ class Participant:
             reached = Reached(self._regions.reached_by(tensors, sent.peer))
         else:
             name = Name(sent.id, sent.context, sent.peer)
-            reached = self._regions.name(tensors, name)
+            reached = self._regions.name(tensors, name, own_call)
             if name.is_usable:
                 self.releases_to(link).offer(name)
                 add_gate(sent, tensors)

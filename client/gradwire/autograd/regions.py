@@ -124,14 +124,18 @@ class Regions:
         with self._lock:
             return self._messages(self._walk(tensors), peer)
 
-    def name(self, tensors: Sequence[torch.Tensor], name: Name) -> Reached:
+    def name(self, tensors: Sequence[torch.Tensor], name: Name, own_call: MessageId | None) -> Reached:
         """The same for results, which from now on are a name for what they reach.
 
-        What earlier results are a name for that the peer knows, those stand for.
+        What earlier results are a name for that the peer knows, those stand for. Results that have nothing in
+        common with others get no name: most functions keep nothing. Should later ones lead here after all,
+        those give theirs to this, too.
         """
         with self._lock:
-            name.order = next(self._counter)
             region = self._walk(tensors)
+            if not region.below and all(record.source == own_call for record in region.received):
+                return Reached(self._messages(region, name.peer))
+            name.order = next(self._counter)
             below: dict[Name, None] = {}
             received: list[Received] = []
             for reached in self._claim(region, name, below):

@@ -61,6 +61,8 @@ class Reading(Readers):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrival = select.poll()
         self._arrival.register(source.fileno(), select.POLLIN)
+        self._glance = select.poll()  # one of its own: no two threads may use the same
+        self._glance.register(source.fileno(), select.POLLIN)
         self._poll = select.poll()
         self._poll.register(source.fileno(), select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
@@ -140,6 +142,9 @@ class Reading(Readers):
 
     def look(self, now: float) -> bool:
         return not self._is_callers_turn and super().look(now)
+
+    def _is_missed(self) -> bool:
+        return self._source.has_more or bool(self._glance.poll(0))
 
     def may_run_here(self) -> bool:
         return not self._is_callers_turn and super().may_run_here()

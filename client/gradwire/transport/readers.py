@@ -145,8 +145,13 @@ class Readers(ABC):
     def _is_needed_elsewhere(self) -> bool:
         return False
 
+    @abstractmethod
+    def _is_missed(self) -> bool:
+        """Whether anything waits for the one who reads and is occupied. With the lock held."""
+
     def look(self, now: float) -> bool:
-        """Lets another thread go on if the one who reads is occupied for long, or nobody reads for long.
+        """Lets another thread go on if the one who reads is occupied for long, and is missed, or if nobody
+        reads for long.
 
         Whether there is anything to look at.
         """
@@ -154,9 +159,9 @@ class Readers(ABC):
             if self._turn is not None:
                 if not self._busy_since:
                     return False
-                if now - self._busy_since < BRISK_SECONDS:
+                if now - self._busy_since < BRISK_SECONDS or not self._is_missed():
                     return True
-                # Also if it waits: it may be for what comes over the connection that nobody reads meanwhile.
+                # Also if it waits: it may be for what has come over the connection that nobody reads.
                 self._pace.took(_LONG_SECONDS)
                 self._relieve()
             if self._go_on():

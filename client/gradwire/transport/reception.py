@@ -204,6 +204,10 @@ class Reception(Readers):
         guest.has_answers = False
         guest.source.flush()
 
+    def _is_missed(self) -> bool:
+        has_answers = self._current is not None and self._current.has_answers
+        return has_answers or bool(self._due) or bool(self._arrivals.poll(0))
+
     def _is_needed_elsewhere(self) -> bool:
         return len(self._guests) > 1
 

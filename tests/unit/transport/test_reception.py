@@ -155,6 +155,28 @@ def test_nobody_waits_for_one_that_takes_long() -> None:
             release.set()
 
 
+def test_nobody_stands_in_for_one_whom_nobody_misses() -> None:
+    with open_reception() as reception:
+        desk, line = Desk(reception), Line()
+        occupied, release = threading.Event(), threading.Event()
+
+        def work() -> None:
+            desk.work = None
+            occupied.set()
+            assert release.wait(SECONDS)
+
+        desk.work = work
+        with attended(reception, line, desk):
+            line.far.send(b"w")
+            assert occupied.wait(SECONDS)
+            much_later = time.monotonic() + 100 * BRISK_SECONDS
+            assert reception.look(much_later), "there is still something to look at"
+            assert not any(thread.name == "gradwire-stand-in" for thread in threading.enumerate())
+            line.far.send(b"x")
+            eventually(lambda: [thread for _, thread in desk.received][1:] == ["gradwire-stand-in"])
+            release.set()
+
+
 def test_one_that_waits_steps_aside_for_others_at_once() -> None:
     with open_reception() as reception:
         waiting, other = Desk(reception), Desk(reception)
