@@ -116,7 +116,8 @@ def start_call(
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
     agreed = agreed_with(link, compression, function, target)
-    encoder = wire.Encoder(codec=None if agreed is None else wire.find_codec(agreed.forward))
+    codec = None if agreed is None else wire.find_codec(agreed.forward)
+    encoder = wire.Encoder(inline_bytes=link.inline_bytes, codec=codec)
     request = autograd_pb2.ForwardWithAutogradRequest(
         function=function, target=target, keep=keep, modes=capture_modes(), compression=agreed
     )

@@ -81,6 +81,7 @@ class CallRunner:
         encoder = wire.Encoder(
             types=self._registry.types,
             attach_from=wire.ATTACH_FROM if exchange.link else None,
+            inline_bytes=exchange.link.inline_bytes if exchange.link else 0,
             codec=wire.find_codec(request.compression.forward),
             ref_of=lambda value: self._ref_of(value, owner, refs),
         )

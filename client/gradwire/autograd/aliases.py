@@ -17,14 +17,13 @@ def share_history(tensors: list[torch.Tensor], slots: Sequence[int]) -> None:
     a custom function made, torch refuses that, and says to clone. One that requires grad beside others that
     do not may be written to; torch then refuses a backward that would need what was there before.
     """
-    if len(tensors) < 2:
-        return
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes:
             groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    chosen = set(slots)
     for group in groups.values():
-        differentiable = [index for index in group if index in slots]
+        differentiable = [index for index in group if index in chosen]
         if len(group) < 2 or not differentiable:
             continue
         first = tensors[differentiable[0]]

@@ -250,7 +250,8 @@ class Participant:
         if received.are_arguments or received.foreign:
             received.is_live = True
             self.live.add(received.source)
-        share_history(decoder.tensors, slots)
+        if decoder.is_shared:
+            share_history(decoder.tensors, slots)
         # The call was made with gradients on, even if its result is fetched with gradients off.
         with torch.enable_grad():
             attached = add_recv(received, [decoder.tensors[index] for index in slots])

@@ -147,7 +147,7 @@ def propagate(
         request.to_come.extend(message_protos(received.source for received in batch.announced))
     if batch.like.compression is not None:
         request.compression.CopyFrom(batch.like.compression)
-    encoder = wire.Encoder()
+    encoder = wire.Encoder(inline_bytes=link.inline_bytes)
     for index, (received, gradients) in enumerate(batch.items):
         message = request.also.add() if index else request.gradients
         codecs = None

@@ -59,7 +59,7 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     all_sent = [_find(participant, MessageId.parse(message.message)) for message in messages]
     what = _describe(all_sent)
     reply = autograd_pb2.PropagateGradientsReply()
-    encoder = wire.Encoder(attach_from=wire.ATTACH_FROM if link is not None else None)
+    encoder = wire.Encoder(attach_from=None) if link is None else wire.Encoder(inline_bytes=link.inline_bytes)
     # The context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
     current_scope().context = context  # it was made for this question
     with participant.store.in_use(context), detecting_anomaly(request.detect_anomaly):

@@ -345,6 +345,9 @@ class Link(ABC):
     peer: Identity
     peer_codecs: frozenset[int] = frozenset()
     """What the other end can decode."""
+    inline_bytes: int = 0
+    """How much of what could go beside a message had better go within it: bytes of their own take longer,
+    unless they are many."""
     annex: Any = None
     """What the layer above keeps for as long as the link lives."""
 

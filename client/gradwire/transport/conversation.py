@@ -320,6 +320,7 @@ class Conversation(Link):
                 if previous is not streams.beneath:
                     previous.close(discard=True)
             self._streams = streams
+            self.inline_bytes = streams.inline_bytes
             for id in self._withdrawn:
                 streams.control.put(frames.cancel(id))
             # Once more is enough: the other end may never have heard of some, and so never answer them.

@@ -40,6 +40,8 @@ class _Waiting:
     message: Message
     transfers: Sequence[int]
     missing: set[int]
+    size: int = 0
+    """Of what has begun of its attachments."""
 
 
 class Inbound:
@@ -131,7 +133,7 @@ class Inbound:
             self._transfers[id] = _Transfer(buffer, len(buffer))
             key = self._wanted_by.get(id)
             if key is not None:
-                self._check_size(key)
+                self._grow(key, len(buffer))
                 if not self._take(key, len(buffer)):
                     return self._refuse(key)
             return self._completed(id)
@@ -153,7 +155,10 @@ class Inbound:
             self._waiting[key] = _Waiting(message, transfers, missing)
             self._wanted_by.update(dict.fromkeys(transfers, key))
             self._named.notify_all()
-            if not self._take(key, self._check_size(key)):
+            begun = (self._transfers.get(id) for id in transfers)
+            size = sum(len(transfer.buffer) for transfer in begun if transfer is not None)
+            self._grow(key, size)
+            if not self._take(key, size):
                 return self._refuse(key)
             return self._if_whole(key)
 
@@ -204,7 +209,7 @@ class Inbound:
         self._transfers[chunk.transfer] = transfer
         key = self._wanted_by.get(chunk.transfer)
         if key is not None:
-            self._check_size(key)
+            self._grow(key, chunk.total)
         return transfer
 
     def _may_begin(self, id: int, total: int) -> bool:
@@ -261,13 +266,12 @@ class Inbound:
             if id in self._unwanted or (id <= self._last_begun and id not in self._transfers):
                 raise MalformedMessage(f"transfer {id} was named as an attachment, but will not come")
 
-    def _check_size(self, key: Key) -> int:
-        """The size of what has begun of a message's attachments."""
-        begun = (self._transfers.get(id) for id in self._waiting[key].transfers)
-        size = sum(len(transfer.buffer) for transfer in begun if transfer is not None)
-        if size > self._max_bytes:
-            raise self._too_large(size)
-        return size
+    def _grow(self, key: Key, more: int) -> None:
+        """So much more has begun of a message's attachments."""
+        waiting = self._waiting[key]
+        waiting.size += more
+        if waiting.size > self._max_bytes:
+            raise self._too_large(waiting.size)
 
     def _too_large(self, size: int) -> ResourceExhausted:
         return ResourceExhausted(

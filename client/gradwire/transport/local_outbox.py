@@ -239,6 +239,7 @@ class LocalOutbox:
                     self._wait_until_writable()
                 elif self._transfers:
                     self._advance()
+                    self.flush()
         except Exception:
             log.exception("copying to shared memory failed")
             self.close(discard=True)
@@ -324,7 +325,6 @@ class LocalOutbox:
                     self._frames.append((frames.segment(segment.id, segment.size), segment))
                 self.put(frames.placed(transfer.id, segment.id, transfer.offset))
                 self.written += transfer.offset
-        self.flush()
 
     def _drop(self, owner: tuple[bool, int] | None) -> None:
         for transfer in self._transfers.drop(owner):

@@ -35,6 +35,8 @@ _HOW_TO_READ, _CUT_OFF = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT), int
 class LocalStreams(Streams):
     """A socket that carries a conversation."""
 
+    inline_bytes = 128 * 1024
+
     def __init__(
         self, settings: LinkSettings, allowance: Allowance, connection: socket.socket, beneath: Streams
     ) -> None:

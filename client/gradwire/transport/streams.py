@@ -15,6 +15,9 @@ __all__ = ["StreamPair", "Streams"]
 class Streams:
     """One attempt to carry a conversation: what waits to be written, and what has half arrived."""
 
+    inline_bytes = 512 * 1024
+    """How much had better go within a message than beside it: see `Link`."""
+
     def __init__(
         self,
         settings: LinkSettings,

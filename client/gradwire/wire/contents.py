@@ -14,7 +14,7 @@ from gradwire.proto.v1 import tensor_pb2
 
 from .codecs import check_encoded, decode
 
-__all__ = ["Bytes", "Content", "Encoded", "check_storages", "materialise"]
+__all__ = ["Bytes", "Content", "Encoded", "can_be_adopted", "check_storages", "materialise"]
 
 Bytes: TypeAlias = "memoryview | numpy.ndarray[Any, numpy.dtype[numpy.uint8]]"
 
@@ -97,9 +97,15 @@ def _copy(content: bytes | Bytes) -> torch.Tensor:
     return memory
 
 
-def _adopt(content: Bytes) -> torch.Tensor:
+def can_be_adopted(content: Bytes) -> bool:
+    """Whether a tensor can look at the memory itself: not if nobody may write to it, or it lies at an odd
+    address."""
     array = numpy.frombuffer(content, dtype=numpy.uint8) if isinstance(content, memoryview) else content
-    # Memory that nobody may write to, or that lies at an odd address, does not make a tensor.
-    if not len(array) or not array.flags.writeable or not array.flags.c_contiguous or array.ctypes.data % 16:
-        return _copy(array)
-    return torch.from_numpy(array)
+    if not len(array) or not array.flags.writeable or not array.flags.c_contiguous:
+        return False
+    address: int = array.__array_interface__["data"][0]
+    return address % 16 == 0
+
+
+def _adopt(content: Bytes) -> torch.Tensor:
+    return torch.frombuffer(content, dtype=torch.uint8) if can_be_adopted(content) else _copy(content)

@@ -96,9 +96,11 @@ _START = attrgetter("start")
 class StorageWriter:
     """Fills the storages of one table, and collects the attachments."""
 
-    def __init__(self, table: tensor_pb2.TensorTable, attach_from: int | None) -> None:
+    def __init__(self, table: tensor_pb2.TensorTable, attach_from: int | None, inline_bytes: int) -> None:
         self._storages = table.storages
         self._attach_from = attach_from
+        self._room = inline_bytes
+        """How much may still travel in the message that could travel beside it."""
         self.attachments: list[Attachment] = []
         self.count = 0
         self.saved = 0
@@ -109,6 +111,7 @@ class StorageWriter:
         storage = self._storages.add()
         storage.size = len(content)
         storage.inline = content
+        self._room -= len(content)
         self.count += 1
         return self.count - 1
 
@@ -123,7 +126,7 @@ class StorageWriter:
 
     def is_attached(self, size: int) -> bool:
         """Whether a storage of that size travels as an attachment."""
-        return self._attach_from is not None and size >= self._attach_from
+        return self._attach_from is not None and size >= self._attach_from and size > self._room
 
     def copied(
         self, compact: torch.Tensor, codec: Codec | None = None, dtype: torch.dtype | None = None
@@ -155,6 +158,13 @@ class StorageWriter:
         self.saved += memory.numel() - content.numel()
         self.count += 1
         return self.count - 1
+
+    def extent(self, tensor: torch.Tensor, start: int, size: int) -> int:
+        """Adds memory as it lies, all of it covered by a tensor on the CPU that is alone with it."""
+        if not self.is_attached(size):
+            return self.inline(ctypes.string_at(start, size))
+        # The array holds on to the storage: the view stays valid for as long as anybody has it.
+        return self.attach(as_bytes(tensor, start, size).numpy().data, [tensor])
 
     def array(self, array: numpy.ndarray[Any, Any]) -> int:
         """Adds the elements of a numpy array in row-major order."""

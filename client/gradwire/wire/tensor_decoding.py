@@ -16,7 +16,7 @@ import torch
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import tensor_pb2
 
-from .contents import Bytes, Encoded, check_storages, materialise
+from .contents import Bytes, Encoded, can_be_adopted, check_storages, materialise
 from .dtypes import BY_NUMBER, CARRIERS, QUANTIZED, WireType
 from .limits import Limits
 from .memory import build, contiguous_strides, span
@@ -66,6 +66,8 @@ class TensorReader:
             if isinstance(content, Encoded):
                 self.saved += content.saved
         self._memory: dict[int, torch.Tensor] = {}
+        self.is_shared = False
+        """Whether several tensors look at the same memory."""
         messages = table.tensors[:]
         if len(messages) == 1:
             only = self._check_simple(messages[0])
@@ -89,6 +91,7 @@ class TensorReader:
             if strided is not None and strided.storage is not None:
                 uses[strided.storage] += 1
 
+        self.is_shared = any(count > 1 for count in uses)
         # Components first: the sparse tensors that they make up come before them in the table.
         built = [None if strided is None else self._build_strided(strided, uses) for strided in checked]
         self.tensors = [
@@ -185,11 +188,15 @@ class TensorReader:
             return _build_meta(wire_type, shape, strides)
         if strides is None and wire_type.plain and (uses is None or uses[storage] == 1):
             content = self._contents[storage]
-            if type(content) is bytes and len(content) == size:
-                # torch's own memory: aligned, and the user may resize it.
-                tensor = torch.empty(*shape or ((),), dtype=wire_type.dtype, device=_CPU)
-                ctypes.memmove(tensor.data_ptr(), content, size)
-                return tensor
+            if len(content) == size:
+                if isinstance(content, bytes):
+                    # torch's own memory: aligned, and the user may resize it.
+                    tensor = torch.empty(*shape or ((),), dtype=wire_type.dtype, device=_CPU)
+                    ctypes.memmove(tensor.data_ptr(), content, size)
+                    return tensor
+                if not isinstance(content, Encoded) and can_be_adopted(content):
+                    tensor = torch.frombuffer(content, dtype=wire_type.dtype)
+                    return tensor if len(shape) == 1 else tensor.view(shape)
         memory = self._materialise(storage)
         strides = contiguous_strides(shape) if strides is None else strides
         if quantization is not None:

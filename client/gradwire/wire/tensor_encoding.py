@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from gradwire.proto.v1 import tensor_pb2
@@ -40,7 +38,10 @@ def _size_if_simple(tensor: torch.Tensor) -> int | None:
     ):
         return None
     if tensor.is_contiguous():
-        size = tensor.nbytes
+        size, shape = tensor.nbytes, tensor.shape
+        # Dimensions of size 0 and 1 may have any stride and count as contiguous all the same.
+        if not size or (1 in shape and list(tensor.stride()) != contiguous_strides(shape)):
+            return None
     elif not any(tensor.stride()):
         size = tensor.itemsize
     else:
@@ -96,16 +97,16 @@ class TensorWriter:
     `codec` is for the memory of all strided tensors that are not added with one of their own.
     """
 
-    def __init__(self, attach_from: int | None, codec: Codec | None = None) -> None:
+    def __init__(self, attach_from: int | None, inline_bytes: int, codec: Codec | None = None) -> None:
         self.table = tensor_pb2.TensorTable()
-        self.storages = StorageWriter(self.table, attach_from)
+        self.storages = StorageWriter(self.table, attach_from, inline_bytes)
         self.tensors: list[torch.Tensor] = []
         # By identity: the list keeps every tensor alive, so that no id comes twice.
         self._indices: dict[int, int] = {}
         self._codec = codec
         self._codecs: dict[int, Codec] = {}
-        self._size: int | None = 0
-        """Of the tensor that was added last. None: some are not simple."""
+        self._sizes: list[int] = []
+        """Of those that are simple, in bytes."""
         self._finished = False
 
     def add(self, tensor: torch.Tensor, codec: Codec | None = None) -> int:
@@ -120,7 +121,8 @@ class TensorWriter:
             reason = _why_not(tensor)
             if reason is not None:
                 raise TypeError(reason)
-        self._size = None if self._size is None else size
+        else:
+            self._sizes.append(size)
         index = self._indices[id(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         return index
@@ -130,33 +132,40 @@ class TensorWriter:
         if self._finished:
             raise RuntimeError("finish() was called before; an encoder is for one message")
         self._finished = True
-        if self.tensors and not self._write_one():
-            self._write_all()
+        if self.tensors:
+            starts = self._starts_if_simple()
+            if starts is None:
+                self._write_all()
+            else:
+                self._write_simple(starts)
         return self.table, self.storages.attachments
 
-    def _write_one(self) -> bool:
-        """The short way for one small simple tensor, which shares memory with nothing else."""
-        size = self._size
-        if size is None or len(self.tensors) > 1:
-            return False
-        tensor = self.tensors[0]
-        shape = tensor.shape
-        # Dimensions of size 0 and 1 may have any stride and count as contiguous all the same.
-        if 1 in shape or 0 in shape:
-            return False
-        if self.storages.is_attached(size):
-            return False
-        if (self._codec is not None or self._codecs) and size >= COMPRESS_FROM:
-            return False
-        message = self.table.tensors.add()
-        message.dtype = NUMBERS[tensor.dtype]
-        message.shape.extend(shape)
-        if tensor.requires_grad:
-            message.requires_grad = True
-        if size != tensor.nbytes:  # one element over and over
-            message.strides.extend(tensor.stride())
-        message.storage = self.storages.inline(ctypes.string_at(tensor.data_ptr(), size))
-        return True
+    def _starts_if_simple(self) -> list[int] | None:
+        """Where the memory of each tensor starts, if all are simple and share none of it."""
+        sizes = self._sizes
+        if len(sizes) < len(self.tensors):
+            return None
+        if (self._codec is not None or self._codecs) and max(sizes) >= COMPRESS_FROM:
+            return None
+        starts = [tensor.data_ptr() for tensor in self.tensors]
+        end = 0
+        for start, size in sorted(zip(starts, sizes, strict=True)) if len(starts) > 1 else ():
+            if start < end:
+                return None
+            end = start + size
+        return starts
+
+    def _write_simple(self, starts: list[int]) -> None:
+        """The short way."""
+        for tensor, start, size in zip(self.tensors, starts, self._sizes, strict=True):
+            message = self.table.tensors.add()
+            message.dtype = NUMBERS[tensor.dtype]
+            message.shape.extend(tensor.shape)
+            if tensor.requires_grad:
+                message.requires_grad = True
+            if size != tensor.nbytes:  # one element over and over
+                message.strides.extend(tensor.stride())
+            message.storage = self.storages.extent(tensor, start, size)
 
     def _write_all(self) -> None:
         regions: list[Region] = []

@@ -59,6 +59,8 @@ class Decoder:
         self.tensors = self._reader.tensors
         self.requires_grad = self._reader.requires_grad
         self.devices = self._reader.devices
+        self.is_shared = self._reader.is_shared
+        """Whether several tensors look at the same memory."""
         self.saved = self._reader.saved
         """Bytes that codecs spared."""
 

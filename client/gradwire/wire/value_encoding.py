@@ -43,28 +43,30 @@ class _Refused(Exception):
 
 
 ATTACH_FROM = 64 * 1024
-"""Storages of this many bytes travel beside a message rather than in it."""
+"""Storages of this many bytes may travel beside a message rather than in it."""
 
 
 class Encoder:
     """Turns the values of one message into protobuf. Tensors are lifted out into one table.
 
-    Storages of at least `attach_from` bytes become attachments, which are the tensors' own memory; with None,
-    everything is in the message. `ref_of` gives the ref of an object that stays where it is, None for others.
-    With a `codec`, large tensors are made smaller by it where that is of use.
+    Storages of at least `attach_from` bytes become attachments, which are the tensors' own memory, unless all
+    in the message stay within `inline_bytes`; with None, everything is in the message. `ref_of` gives the ref
+    of an object that stays where it is, None for others. With a `codec`, large tensors are made smaller by it
+    where that is of use.
     """
 
     def __init__(
         self,
         *,
         attach_from: int | None = ATTACH_FROM,
+        inline_bytes: int = 0,
         codec: Codec | None = None,
         types: TypeRegistry | None = None,
         ref_of: Callable[[object], value_pb2.RemoteRef | None] | None = None,
     ) -> None:
         self._types = default_types if types is None else types
         self._ref_of = ref_of
-        self._writer = TensorWriter(attach_from, codec)
+        self._writer = TensorWriter(attach_from, inline_bytes, codec)
         self._arrays: dict[int, tuple[numpy.ndarray[Any, Any], int]] = {}
         self.tensors = self._writer.tensors
         """The tensors met so far; the index here is that in the table."""

@@ -18,7 +18,7 @@ from gradwire.transport import local_outbox
 from gradwire.transport.frames import LENGTH, parse
 from gradwire.transport.local_outbox import LocalOutbox
 from gradwire.transport.outbox import OutgoingTransfer
-from gradwire.transport.segments import Lent
+from gradwire.transport.segments import Lent, Segment
 
 SMALL, LARGE = 1000, local_outbox._COPIED_BYTES + 1000
 
@@ -98,6 +98,28 @@ def test_small_ones_are_copied_by_the_thread_that_sends_them(ends: Ends) -> None
     ends.outbox.flush()
     assert [ends.placed()[0] for _ in range(3)] == [1, 2, 3]
     assert memory.readers == [threading.current_thread().name] * 3
+
+
+def test_small_ones_leave_together_once_the_other_end_knows_their_segments(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in (1, 2, 3):
+        ends.send(id, Memory(SMALL))
+    ends.outbox.flush()
+    ends.outbox.lent.give_back([ends.placed()[1] for _ in range(3)])
+    writes: list[int] = []
+    send = LocalOutbox._send
+
+    def counted(outbox: LocalOutbox, data: memoryview, announced: Segment | None) -> int:
+        writes.append(len(data))
+        return send(outbox, data, announced)
+
+    monkeypatch.setattr(LocalOutbox, "_send", counted)
+    for id in (4, 5, 6):
+        ends.send(id, Memory(SMALL))
+    ends.outbox.flush()
+    assert [ends.placed()[0] for _ in range(3)] == [4, 5, 6]
+    assert len(writes) == 1
 
 
 def test_large_ones_are_copied_by_another(ends: Ends) -> None:

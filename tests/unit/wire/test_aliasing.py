@@ -161,6 +161,38 @@ def test_an_attachment_is_the_tensors_own_memory():
     assert numpy.frombuffer(view, dtype=numpy.uint8).ctypes.data == tensor.data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "attached"),
+    [([100], []), ([101], [101]), ([40, 60], []), ([40, 61], [61]), ([40, 61, 60], [61]), ([9] * 20, [])],
+)
+def test_what_fits_travels_in_the_message_the_rest_beside_it(sizes, attached):
+    encoder = Encoder(attach_from=10, inline_bytes=100)
+    for size in sizes:
+        encoder.tensor(torch.zeros(size, dtype=torch.uint8))
+    table, attachments = encoder.finish()
+    assert [attachment.size for attachment in attachments] == attached
+    assert [storage.size for storage in table.storages] == sizes
+
+
+@pytest.mark.parametrize("mode", [None, 0, 1000], ids=["inline", "attached", "both"])
+def test_many_tensors_are_told_apart_from_those_that_share_memory(mode):
+    base = torch.arange(2000.0)
+    apart = [torch.full((size,), float(size)) for size in range(1, 100)]
+    together = [base, base[500:700], base.view(20, 100)]
+    for sent in (apart, [*apart, *together], [base[:1000], base[1000:]], [base[:1001], base[1000:]]):
+        arrived = round_trip(sent, attach_from=mode)
+        for one, other in zip(sent, arrived, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+        arrived[-1].fill_(-1)
+        assert [bool((one == -1).any()) for one in arrived[:-1]] == [
+            one.untyped_storage().data_ptr() == sent[-1].untyped_storage().data_ptr()
+            and one.data_ptr() < sent[-1].data_ptr() + sent[-1].nbytes
+            and sent[-1].data_ptr() < one.data_ptr() + one.nbytes
+            for one in sent[:-1]
+        ]
+
+
 def test_a_view_of_an_attachment_keeps_the_memory_alive():
     encoder = Encoder(attach_from=0)
     encoder.tensor(torch.full((100_000,), 7, dtype=torch.uint8))
