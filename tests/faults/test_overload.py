@@ -70,9 +70,15 @@ for _ in children:
 print("ready", flush=True)
 sys.stdin.readline()
 os.close(start)
+def next_finished():
+    return int.from_bytes(os.read(has_finished, 2), "little")
+# Not before all are at it: on a busy machine it takes a while until the last one is.
+begun = set()
+while len(begun) < clients:
+    begun.add(next_finished())
 counts = [0] * clients
 while sum(counts) < 10 * clients:
-    counts[int.from_bytes(os.read(has_finished, 2), "little")] += 1
+    counts[next_finished()] += 1
 print(*counts, flush=True)
 open(sys.argv[3], "w").close()
 os.set_blocking(has_finished, False)  # nobody reads what is still written: it fits into the pipe
