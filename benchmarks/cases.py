@@ -55,6 +55,7 @@ EIGHT_CLIENTS = Topology(trainers=CLIENTS, workers=1)
 
 SMALL = (GRADWIRE, TENSORPIPE, LOCAL)
 PEERS = (GRADWIRE, TENSORPIPE)
+MEDIUM = (GRADWIRE, TENSORPIPE, GRADWIRE_TCP, TENSORPIPE_TCP)
 LARGE = (GRADWIRE, TENSORPIPE, GRADWIRE_TCP, TENSORPIPE_TCP, TENSORPIPE_HUGEPAGES)
 
 
@@ -138,7 +139,7 @@ def calls_in_flight(calls: int) -> Callable[[Runtime], Operation]:
     return make
 
 
-def echo(megabytes: int) -> Callable[[Runtime], Operation]:
+def echo(megabytes: float) -> Callable[[Runtime], Operation]:
     def make(runtime: Runtime) -> Operation:
         x = _large(megabytes)
         return lambda: [runtime.call(0, "echo", x)]
@@ -162,7 +163,7 @@ def memory_copies(copied_bytes: int, copies: int) -> Callable[[Runtime], Operati
     return make
 
 
-def large_backward(megabytes: int) -> Callable[[Runtime], Operation]:
+def large_backward(megabytes: float) -> Callable[[Runtime], Operation]:
     def make(runtime: Runtime) -> Operation:
         x, weight = _large(megabytes).requires_grad_(), _large(megabytes)
 
@@ -172,6 +173,21 @@ def large_backward(megabytes: int) -> Callable[[Runtime], Operation]:
                 loss = torch.dot(runtime.call(0, "double", x), weight)
                 one.backward(loss)
                 return [loss, *one.gradients([x])]
+
+        return operation
+
+    return make
+
+
+def many_backward(count: int, elements: int) -> Callable[[Runtime], Operation]:
+    def make(runtime: Runtime) -> Operation:
+        leaves = [torch.full((elements,), index / count).requires_grad_() for index in range(count)]
+
+        def operation() -> Outcome:
+            with runtime.training_pass() as one:
+                results = runtime.call(0, "double_each", leaves)
+                one.backward(torch.stack(results).square().sum())
+                return [*results, *one.gradients(leaves)]
 
         return operation
 
@@ -231,8 +247,8 @@ def one_way(megabytes: int) -> Callable[[Runtime], Operation]:
     return make
 
 
-def _large(megabytes: int) -> Tensor:
-    return torch.ones(megabytes * MEGABYTE // 4)
+def _large(megabytes: float) -> Tensor:
+    return torch.ones(int(megabytes * MEGABYTE) // 4)
 
 
 def _sizes(row: int, title: str, make: Callable[[int], Callable[[Runtime], Operation]]) -> list[Case]:
@@ -331,6 +347,16 @@ _ALL = [
         checks=1,
         transferred=2 * TRANSFER * MEGABYTE,
     ),
+    *[
+        Case(f"13-{key}", 13, title, make, MEDIUM, block=block, is_quick=False)
+        for key, title, make, block in (
+            ("echo-64k", "echo, 64 KB", echo(1 / 16), 20),
+            ("echo-256k", "echo, 256 KB", echo(1 / 4), 20),
+            ("64k", "forward + backward, 64 KB", large_backward(1 / 16), 20),
+            ("256k", "forward + backward, 256 KB", large_backward(1 / 4), 20),
+            ("many", "forward + backward, 100 tensors of 4 KB", many_backward(100, 1024), 4),
+        )
+    ],
 ]
 
 

@@ -59,6 +59,8 @@ def _compare_case(results: Results, case: Case) -> list[Comparison]:
         return _busy(results, case)
     if case.row == 12:
         return _memory(results, case)
+    if case.row == 13:
+        return _ratios(results, case, [(GRADWIRE, TENSORPIPE, None), (GRADWIRE_TCP, TENSORPIPE_TCP, None)])
     return _ratios(results, case, [(GRADWIRE, TENSORPIPE, RATIO_TARGETS[case.row])])
 
 

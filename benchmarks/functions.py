@@ -28,6 +28,11 @@ def double(x: Tensor) -> Tensor:
     return x * 2.0
 
 
+def double_each(xs: list[Tensor]) -> list[Tensor]:
+    """The same for many tensors at once."""
+    return [double(x) for x in xs]
+
+
 def consume(x: Tensor) -> float:
     """Takes a large tensor and answers with a number."""
     return float(x[0]) + float(x[-1])
@@ -65,6 +70,8 @@ class TransformerLayers(nn.Module):
         return x
 
 
-FUNCTIONS: dict[str, Callable[..., object]] = {f.__name__: f for f in (echo, scale, double, consume)}
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    f.__name__: f for f in (echo, scale, double, double_each, consume)
+}
 
 MODULES: dict[str, type[nn.Module]] = {m.__name__: m for m in (Mlp, TransformerLayers)}

@@ -19,8 +19,9 @@ def print_report(console: Console, results: Results, comparisons: Sequence[Compa
     console.print(_times(results))
     console.print(_ratios(comparisons))
     judged = [comparison for comparison in comparisons if comparison.target is not None]
-    met = sum(bool(comparison.is_met) for comparison in judged)
-    console.print(f"{met} of {len(judged)} targets met")
+    if judged:
+        met = sum(bool(comparison.is_met) for comparison in judged)
+        console.print(f"{met} of {len(judged)} targets met")
 
 
 def _times(results: Results) -> Table:

@@ -67,10 +67,10 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Sig
 
 
 def test_a_row_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with benchmark(tmp_path, "--rows", "13") as process:
+    with benchmark(tmp_path, "--rows", "14") as process:
         _, errors = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 2
-    assert "rows are 1 to 12" in errors
+    assert "rows are 1 to 13" in errors
 
 
 def descendants(pid: int) -> list[int]:
