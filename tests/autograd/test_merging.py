@@ -345,10 +345,12 @@ def test_results_that_meet_in_what_an_earlier_call_kept_are_one_request(
     trio: Both, leaf: Leaf, asked: Counter[int]
 ) -> None:
     x = leaf()
+    another = trio.a.affine(x)  # so that the worker looks at what the next one leads to
     trio.a.recur(x)
     outs = [trio.a.recall(x) for _ in range(20)]
     torch.stack(outs).sum().backward()
-    assert asked[BACKWARD] <= 3
+    assert asked[BACKWARD] <= 2
+    del another
 
 
 def test_results_that_have_nothing_in_common_are_not_kept_track_of(trio: Both, leaf: Leaf) -> None:

@@ -35,6 +35,18 @@ def test_autograd_grad_leaves_everything_else_alone(trio: Both, leaf: Leaf) -> N
     assert all(found is None for found in trio.remote_gradients().values())
 
 
+@pytest.mark.parametrize("rows", [2, 500], ids=["within the message", "beside it"])
+def test_what_came_may_be_written_to(rows: int, trio: Both) -> None:
+    """Results here, and arguments there."""
+
+    def compute(call: Call, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = call("a", "bump", x * 1)
+        result.mul_(x)
+        return result.sum()
+
+    trio.check(compute, torch.randn(rows, 64, 3, dtype=torch.float64).requires_grad_())
+
+
 def test_several_roots_with_gradients_of_their_own(trio: Both, leaf: Leaf) -> None:
     x, seed = leaf(0), leaf(1).detach()
     roots = [trio.a.affine(x), trio.b.dot(x), x * 2]

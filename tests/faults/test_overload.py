@@ -19,6 +19,8 @@ import gradwire as gw
 from gradwire._node import Node
 from gradwire._workers import RemoteWorker
 from gradwire.transport import LinkSettings
+from gradwire.transport.questions import Asked
+from gradwire.transport.window import Window
 
 SERVED = """
 import time
@@ -221,20 +223,32 @@ def _can(action: Callable[[], object]) -> bool:
     return True
 
 
-def test_large_calls_are_kept_back_while_too_many_bytes_are_in_flight(launch: Launch) -> None:
-    daemon = launch(HOLDING, "--max-bytes-in-flight", "4MB")
+@pytest.mark.parametrize("elements", [25_000, 500_000], ids=["within the message", "beside it"])
+def test_large_calls_are_kept_back_while_too_many_bytes_are_in_flight(
+    launch: Launch, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admitted: list[bool] = []
+    admits = Window.admits
+
+    def noted(window: Window, asked: Asked) -> bool:
+        admitted.append(admits(window, asked))
+        return admitted[-1]
+
+    monkeypatch.setattr(Window, "admits", noted)
+    daemon = launch(HOLDING, "--max-bytes-in-flight", str(elements * 8))
     with gw.connect(daemon.address) as worker:
-        x = torch.ones(500_000)
+        x = torch.ones(elements)
         futures = [worker.call_async("total", x) for _ in range(30)]
+        assert False in admitted
         cancelled = futures.pop()
         assert cancelled.cancel()
         # Small ones pass by.
         assert worker.total(torch.ones(3)) == 3
-        assert [future.result(60) for future in futures] == [500_000.0] * 29
+        assert [future.result(60) for future in futures] == [elements] * 29
         # One that is larger than the whole window goes alone.
-        assert worker.total(torch.ones(2_000_000)) == 2_000_000
+        assert worker.total(torch.ones(4 * elements)) == 4 * elements
         # One that is kept back has its deadline all the same.
         others = [worker.call_async("total", x) for _ in range(30)]
         with pytest.raises(gw.DeadlineExceeded):
             worker.call("total", x, timeout=0.001)
-        assert [future.result(60) for future in others] == [500_000.0] * 30
+        assert [future.result(60) for future in others] == [elements] * 30

@@ -62,11 +62,14 @@ class Group:
             return large
 
 
-def group_of(reaches: Iterable[Reach]) -> Group:
-    """The group of results that build on others."""
+def group_of(received: Received) -> Group:
+    """The group of results: of those that they build on, or that reach the same arguments."""
     group: Group | None = None
-    for reach in reaches:
-        group = reach.group if group is None else group.join(reach.group)
+    for other in (
+        *(reach.group for reach in received.builds_on),
+        *(sent.group for sent in received.depends_on if sent.group is not None and received.may_share(sent)),
+    ):
+        group = other if group is None else group.join(other)
     return group or Group()
 
 

@@ -213,7 +213,7 @@ class Participant:
 
     def _join(self, received: Received, may_be_built_on: bool) -> None:
         """Results that may have parts of a graph in common with others."""
-        group = received.group = group_of(received.builds_on)
+        group = received.group = group_of(received)
         group.add(received)
         for sent in received.depends_on:
             sent.group = group

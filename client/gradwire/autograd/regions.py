@@ -128,8 +128,8 @@ class Regions:
         """The same for results, which from now on are a name for what they reach.
 
         What earlier results are a name for that the peer knows, those stand for. Results that have nothing in
-        common with others get no name: most functions keep nothing. Should later ones lead here after all,
-        those give theirs to this, too.
+        common with others get no name: most functions keep nothing. Later ones that lead here after all say
+        what is reached one by one.
         """
         with self._lock:
             region = self._walk(tensors)

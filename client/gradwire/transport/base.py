@@ -24,6 +24,7 @@ from gradwire.proto.v1 import link_pb2, tensor_pb2
 from gradwire.wire import supported_codecs
 
 __all__ = [
+    "LARGE_BYTES",
     "Buffer",
     "Exchange",
     "Handler",
@@ -43,6 +44,8 @@ Buffer = npt.NDArray[np.uint8]
 
 log = logging.getLogger("gradwire.link")
 
+LARGE_BYTES = 64 * 1024
+"""A message whose body is as long counts as bytes in flight, as attachments do."""
 _CANCELLED = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
 _SETTLED = (*_CANCELLED, "FINISHED")
 """The states of a `concurrent.futures.Future` with an outcome."""

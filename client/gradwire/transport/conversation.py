@@ -488,7 +488,7 @@ class Conversation(Link):
         if asked is None:
             return
         asked.stop_timer()
-        if asked.attachments:
+        if asked.is_large:
             self._leave_window(asked)
         if asked.deadline is not None and time.monotonic() >= asked.deadline:
             # Its timer was about to say so. An answer that follows counts as unread.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import Cancelled, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults
-from gradwire.transport.base import Buffer, Exchange, Pending, Received, Sendable
+from gradwire.transport.base import LARGE_BYTES, Buffer, Exchange, Pending, Received, Sendable
 from gradwire.transport.timers import Timer
 
 if TYPE_CHECKING:
@@ -56,9 +56,15 @@ class Asked:
         self.refused_since = 0.0
 
     @property
+    def is_large(self) -> bool:
+        """Whether it counts as bytes in flight."""
+        return bool(self.attachments) or len(self.body) >= LARGE_BYTES
+
+    @property
     def size(self) -> int:
-        """Bytes of its attachments."""
-        return sum(len(attachment.view) for attachment in self.attachments)
+        """What it counts as."""
+        size = sum(len(attachment.view) for attachment in self.attachments)
+        return size + len(self.body) if len(self.body) >= LARGE_BYTES else size
 
     def stop_timer(self) -> None:
         if self.timer is not None:

@@ -150,7 +150,7 @@ class Readers(ABC):
         """Whether anything waits for the one who reads and is occupied. With the lock held."""
 
     def look(self, now: float) -> bool:
-        """Lets another thread go on if the one who reads is occupied for long, and is missed, or if nobody
+        """Lets another thread go on if the one who reads is occupied for long, or is missed, or if nobody
         reads for long.
 
         Whether there is anything to look at.
@@ -159,7 +159,8 @@ class Readers(ABC):
             if self._turn is not None:
                 if not self._busy_since:
                     return False
-                if now - self._busy_since < BRISK_SECONDS or not self._is_missed():
+                occupied = now - self._busy_since
+                if occupied < BRISK_SECONDS or (occupied < _LONG_SECONDS and not self._is_missed()):
                     return True
                 # Also if it waits: it may be for what has come over the connection that nobody reads.
                 self._pace.took(_LONG_SECONDS)

@@ -12,7 +12,7 @@ __all__ = ["Window"]
 
 
 class Window:
-    """Lets questions with attachments through as long as those before them leave room.
+    """Lets large questions through as long as those before them leave room.
 
     One that is larger than the whole window goes when it is alone. Small questions always go, and so do
     those that another question waits for.
@@ -27,7 +27,7 @@ class Window:
 
     def admits(self, asked: Asked) -> bool:
         """Whether a question may be sent now; if not, `leave` gives it back when it is its turn."""
-        if not asked.attachments or asked.pending.is_nested:
+        if not asked.is_large or asked.pending.is_nested:
             return True
         with self._lock:
             if asked in self._in_flight:
@@ -41,7 +41,7 @@ class Window:
 
     def leave(self, asked: Asked) -> list[Asked]:
         """A question was answered or withdrawn. Those that may be sent now."""
-        if not asked.attachments:
+        if not asked.is_large:
             return []
         with self._lock:
             self._kept_back.pop(asked, None)

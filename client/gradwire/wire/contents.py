@@ -14,7 +14,7 @@ from gradwire.proto.v1 import tensor_pb2
 
 from .codecs import check_encoded, decode
 
-__all__ = ["Bytes", "Content", "Encoded", "can_be_adopted", "check_storages", "materialise"]
+__all__ = ["Bytes", "Content", "Encoded", "adopt", "check_storages", "materialise"]
 
 Bytes: TypeAlias = "memoryview | numpy.ndarray[Any, numpy.dtype[numpy.uint8]]"
 
@@ -85,7 +85,8 @@ def materialise(content: Content) -> torch.Tensor:
     """As a tensor of bytes: an attachment's own memory, a copy of what came inline, or what was decoded."""
     if isinstance(content, Encoded):
         return content.decode()
-    return _copy(content) if isinstance(content, bytes) else _adopt(content)
+    adopted = None if isinstance(content, bytes) else adopt(content, torch.uint8)
+    return _copy(content) if adopted is None else adopted
 
 
 def _copy(content: bytes | Bytes) -> torch.Tensor:
@@ -97,15 +98,12 @@ def _copy(content: bytes | Bytes) -> torch.Tensor:
     return memory
 
 
-def can_be_adopted(content: Bytes) -> bool:
-    """Whether a tensor can look at the memory itself: not if nobody may write to it, or it lies at an odd
-    address."""
+def adopt(content: Bytes, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor that looks at the memory itself. None if nobody may write to that, or its address is odd."""
+    # An array keeps others from letting go of the memory, which torch does not do by itself.
     array = numpy.frombuffer(content, dtype=numpy.uint8) if isinstance(content, memoryview) else content
     if not len(array) or not array.flags.writeable or not array.flags.c_contiguous:
-        return False
-    address: int = array.__array_interface__["data"][0]
-    return address % 16 == 0
-
-
-def _adopt(content: Bytes) -> torch.Tensor:
-    return torch.frombuffer(content, dtype=torch.uint8) if can_be_adopted(content) else _copy(content)
+        return None
+    if array.__array_interface__["data"][0] % 16:
+        return None
+    return torch.frombuffer(array, dtype=dtype)

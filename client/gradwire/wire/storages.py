@@ -100,7 +100,7 @@ class StorageWriter:
         self._storages = table.storages
         self._attach_from = attach_from
         self._room = inline_bytes
-        """How much may still travel in the message that could travel beside it."""
+        """How much more the message may hold before what is large travels beside it."""
         self.attachments: list[Attachment] = []
         self.count = 0
         self.saved = 0
@@ -155,6 +155,7 @@ class StorageWriter:
             self.attachments.append(Attachment(content.numpy().data))
         else:
             storage.encoded.inline = content.numpy().tobytes()
+            self._room -= content.numel()
         self.saved += memory.numel() - content.numel()
         self.count += 1
         return self.count - 1

@@ -16,7 +16,7 @@ import torch
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import tensor_pb2
 
-from .contents import Bytes, Encoded, can_be_adopted, check_storages, materialise
+from .contents import Bytes, Encoded, adopt, check_storages, materialise
 from .dtypes import BY_NUMBER, CARRIERS, QUANTIZED, WireType
 from .limits import Limits
 from .memory import build, contiguous_strides, span
@@ -194,9 +194,10 @@ class TensorReader:
                     tensor = torch.empty(*shape or ((),), dtype=wire_type.dtype, device=_CPU)
                     ctypes.memmove(tensor.data_ptr(), content, size)
                     return tensor
-                if not isinstance(content, Encoded) and can_be_adopted(content):
-                    tensor = torch.frombuffer(content, dtype=wire_type.dtype)
-                    return tensor if len(shape) == 1 else tensor.view(shape)
+                adopted = None if isinstance(content, Encoded) else adopt(content, wire_type.dtype)
+                if adopted is not None:
+                    # In place: autograd lets nobody write to a view that a recv node returns.
+                    return adopted if len(shape) == 1 else adopted.resize_(shape)
         memory = self._materialise(storage)
         strides = contiguous_strides(shape) if strides is None else strides
         if quantization is not None:

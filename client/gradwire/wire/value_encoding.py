@@ -49,10 +49,10 @@ ATTACH_FROM = 64 * 1024
 class Encoder:
     """Turns the values of one message into protobuf. Tensors are lifted out into one table.
 
-    Storages of at least `attach_from` bytes become attachments, which are the tensors' own memory, unless all
-    in the message stay within `inline_bytes`; with None, everything is in the message. `ref_of` gives the ref
-    of an object that stays where it is, None for others. With a `codec`, large tensors are made smaller by it
-    where that is of use.
+    Storages of at least `attach_from` bytes become attachments, which are the tensors' own memory, if they no
+    longer fit into the first `inline_bytes` of the message; with None, everything is in the message. `ref_of`
+    gives the ref of an object that stays where it is, None for others. With a `codec`, large tensors are made
+    smaller by it where that is of use.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
+from gradwire.transport.base import LARGE_BYTES
 from gradwire.transport.frames import Chunk
 from gradwire.transport.inbound import Inbound
 from gradwire.transport.room import Allowance, Room
@@ -157,6 +158,25 @@ def test_nobody_waits_for_a_message_once_the_streams_have_ended() -> None:
         rest = pool.submit(inbound.chunk, chunk(1, 10, 20, b"0123456789"))
         inbound.close()
         assert rest.result(20) is None
+
+
+def test_a_large_body_counts_as_attachments_do() -> None:
+    allowance = Allowance(LARGE_BYTES + 10, Room())
+    inbound = Inbound(1000, allowance)
+    small, large = Request(id=1, body=bytes(LARGE_BYTES - 1)), Request(id=2, body=bytes(LARGE_BYTES))
+    assert inbound.message((False, 1), [], small) == (small, ())
+    assert inbound.message((False, 2), [], large) == (large, ())
+    assert inbound.message((False, 3), [1], Request(id=3)) is None
+    assert inbound.chunk(chunk(1, 0, 11, b"0123")) == (Request(id=3), None)
+    another = Request(id=4, body=bytes(LARGE_BYTES))
+    assert inbound.message((False, 4), [2], another) == (another, None)
+    assert inbound.chunk(chunk(2, 0, 1, b"x")) is None
+    assert inbound.held == 0
+    allowance.give_back(2)
+    assert inbound.message((False, 5), [], Request(id=5, body=large.body)) is not None
+    # Answers were asked for.
+    answer = Reply(id=1, body=large.body)
+    assert inbound.message((True, 1), [], answer) == (answer, ())
 
 
 def test_what_has_no_room_is_refused_and_the_rest_of_it_ignored() -> None:

@@ -169,11 +169,28 @@ def test_nobody_stands_in_for_one_whom_nobody_misses() -> None:
         with attended(reception, line, desk):
             line.far.send(b"w")
             assert occupied.wait(SECONDS)
-            much_later = time.monotonic() + 100 * BRISK_SECONDS
-            assert reception.look(much_later), "there is still something to look at"
-            assert not any(thread.name == "gradwire-stand-in" for thread in threading.enumerate())
+            assert reception.look(reception._busy_since + 2 * BRISK_SECONDS), "it is looked at further"
+            assert reception._busy_since, "it still has its turn"
             line.far.send(b"x")
             eventually(lambda: [thread for _, thread in desk.received][1:] == ["gradwire-stand-in"])
+            release.set()
+
+
+def test_somebody_stands_in_for_one_who_is_occupied_for_very_long_before_it_is_missed() -> None:
+    with open_reception() as reception:
+        desk, line = Desk(reception), Line()
+        occupied, release = threading.Event(), threading.Event()
+
+        def work() -> None:
+            desk.work = None
+            occupied.set()
+            assert release.wait(SECONDS)
+
+        desk.work = work
+        with attended(reception, line, desk):
+            line.far.send(b"w")
+            assert occupied.wait(SECONDS)
+            eventually(lambda: reception._turn is not None and not reception._busy_since)
             release.set()
 
 

@@ -13,7 +13,7 @@ from tests.unit.wire.support import MODES, assert_same_bits, encode, round_trip
 
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import tensor_pb2
-from gradwire.wire import Decoder, Encoder
+from gradwire.wire import Decoder, Encoder, find_codec
 
 relaxed = settings(deadline=None, max_examples=150)
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -172,6 +172,23 @@ def test_what_fits_travels_in_the_message_the_rest_beside_it(sizes, attached):
     table, attachments = encoder.finish()
     assert [attachment.size for attachment in attachments] == attached
     assert [storage.size for storage in table.storages] == sizes
+
+
+def test_what_is_encoded_takes_room_in_the_message_too():
+    encoder = Encoder(attach_from=0, inline_bytes=100_000, codec=find_codec(tensor_pb2.CODEC_BF16))
+    for _ in range(10):
+        encoder.tensor(torch.randn(15_000))
+    assert [attachment.size for attachment in encoder.finish()[1]] == [30_000] * 7
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (1, 8, 1), (2, 2, 2)])
+def test_what_arrives_is_nobodys_view(shape):
+    """Else autograd would let nobody write to it."""
+    for mode in (None, 0):
+        arrived = round_trip(torch.ones(shape), attach_from=mode)
+        assert arrived.shape == shape
+        assert not arrived._is_view()
+        assert arrived._base is None
 
 
 @pytest.mark.parametrize("mode", [None, 0, 1000], ids=["inline", "attached", "both"])
