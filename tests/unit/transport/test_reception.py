@@ -135,63 +135,57 @@ def test_connections_are_attended_to_in_turn(
         assert came.index(b"b") in before_the_other
 
 
+@contextmanager
+def occupied(desk: Desk, line: Line, *, said: bytes = b"w") -> Iterator[None]:
+    """The one who reads is at work on the first that is said."""
+    begun, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        desk.work = None
+        begun.set()
+        assert release.wait(SECONDS)
+
+    desk.work = work
+    line.far.send(said)
+    assert begun.wait(SECONDS)
+    try:
+        yield
+    finally:
+        release.set()
+
+
 def test_nobody_waits_for_one_that_takes_long() -> None:
     with open_reception() as reception:
         slow, brisk = Desk(reception), Desk(reception)
-        occupied, release = threading.Event(), threading.Event()
-
-        def work() -> None:
-            slow.work = None
-            occupied.set()
-            assert release.wait(SECONDS)
-
-        slow.work = work
         lines = [Line(), Line()]
-        with attended(reception, lines[0], slow), attended(reception, lines[1], brisk):
-            lines[0].far.send(b"wxy")  # those behind it on the same connection do not wait, either
-            assert occupied.wait(SECONDS)
+        # Those behind it on the same connection do not wait, either.
+        with (
+            attended(reception, lines[0], slow),
+            attended(reception, lines[1], brisk),
+            occupied(slow, lines[0], said=b"wxy"),
+        ):
             lines[1].far.send(b"z")
             eventually(lambda: len(brisk.received) == 1 and len(slow.received) == 3)
-            release.set()
 
 
-def test_nobody_stands_in_for_one_whom_nobody_misses() -> None:
+def test_nobody_stands_in_for_one_whom_nobody_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "watch", lambda _: None)  # nobody looks but this
     with open_reception() as reception:
         desk, line = Desk(reception), Line()
-        occupied, release = threading.Event(), threading.Event()
-
-        def work() -> None:
-            desk.work = None
-            occupied.set()
-            assert release.wait(SECONDS)
-
-        desk.work = work
-        with attended(reception, line, desk):
-            line.far.send(b"w")
-            assert occupied.wait(SECONDS)
-            assert reception.look(reception._busy_since + 2 * BRISK_SECONDS), "it is looked at further"
+        with attended(reception, line, desk), occupied(desk, line):
+            a_little_later = reception._busy_since + 2 * BRISK_SECONDS
+            assert reception.look(a_little_later), "it is looked at further"
             assert reception._busy_since, "it still has its turn"
             line.far.send(b"x")
+            reception.look(a_little_later)
             eventually(lambda: [thread for _, thread in desk.received][1:] == ["gradwire-stand-in"])
-            release.set()
 
 
 def test_somebody_stands_in_for_one_who_is_occupied_for_very_long_before_it_is_missed() -> None:
     with open_reception() as reception:
         desk, line = Desk(reception), Line()
-        occupied, release = threading.Event(), threading.Event()
-
-        def work() -> None:
-            desk.work = None
-            occupied.set()
-            assert release.wait(SECONDS)
-
-        desk.work = work
-        with attended(reception, line, desk):
-            line.far.send(b"w")
-            assert occupied.wait(SECONDS)
+        with attended(reception, line, desk), occupied(desk, line):
             eventually(lambda: reception._turn is not None and not reception._busy_since)
-            release.set()
 
 
 def test_one_that_waits_steps_aside_for_others_at_once() -> None:
