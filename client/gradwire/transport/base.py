@@ -36,6 +36,7 @@ __all__ = [
     "Sendable",
     "Traffic",
     "call_each",
+    "counted_size",
 ]
 
 Buffer = npt.NDArray[np.uint8]
@@ -45,10 +46,16 @@ Buffer = npt.NDArray[np.uint8]
 log = logging.getLogger("gradwire.link")
 
 LARGE_BYTES = 64 * 1024
-"""A message whose body is as long counts as bytes in flight, as attachments do."""
+"""A body of this size is treated as attachments are: it counts as bytes in flight, and an answer is
+acknowledged at once, since the other end keeps it until then."""
 _CANCELLED = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
 _SETTLED = (*_CANCELLED, "FINISHED")
 """The states of a `concurrent.futures.Future` with an outcome."""
+
+
+def counted_size(body: bytes) -> int:
+    """What a body counts as in flight: nothing, if it is small."""
+    return len(body) if len(body) >= LARGE_BYTES else 0
 
 
 def call_each(callbacks: Iterable[Callable[[], object]]) -> None:

@@ -34,6 +34,7 @@ from gradwire.transport.base import (
     Sendable,
     Traffic,
     call_each,
+    counted_size,
 )
 from gradwire.transport.inbound import Whole
 from gradwire.transport.outbox import OutgoingTransfer
@@ -53,8 +54,6 @@ _MAX_UNACKNOWLEDGED = 32
 _MAX_WITHDRAWN = 1000
 _SMALLEST_CHUNK_BYTES = 1024
 """From this size on a frame is likely to be a chunk, which can be read in a faster way."""
-_LARGE_ANSWER_BYTES = 64 * 1024
-"""An answer of this size is acknowledged at once: the other end keeps it until then."""
 
 
 class Conversation(Link):
@@ -475,8 +474,8 @@ class Conversation(Link):
                 return
             asked = self._asked.pop(reply.id, None)
             self._withdrawn.pop(reply.id, None)
-            is_large = bool(reply.transfers) or len(reply.body) >= _LARGE_ANSWER_BYTES
             self._to_acknowledge.append(reply.id)
+            is_large = bool(reply.transfers or counted_size(reply.body))
             acknowledges = is_large or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED
             if acknowledges:
                 streams.control.put(self._new_envelope().SerializeToString())

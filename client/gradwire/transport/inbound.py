@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport.base import LARGE_BYTES, Buffer
+from gradwire.transport.base import Buffer, counted_size
 from gradwire.transport.buffers import new_buffer
 from gradwire.transport.frames import Chunk
 from gradwire.transport.room import Allowance, Room
@@ -144,7 +144,7 @@ class Inbound:
             if self._is_cancelled(key):
                 self._forget(transfers)  # a cancellation comes behind the last chunk
                 return None
-            body = 0 if key[0] or len(message.body) < LARGE_BYTES else len(message.body)
+            body = counted_size(message.body)
             if body and not self._take(key, body):
                 self._forget(transfers, more_to_come=True)
                 return message, None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import Cancelled, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults
-from gradwire.transport.base import LARGE_BYTES, Buffer, Exchange, Pending, Received, Sendable
+from gradwire.transport.base import Buffer, Exchange, Pending, Received, Sendable, counted_size
 from gradwire.transport.timers import Timer
 
 if TYPE_CHECKING:
@@ -58,13 +58,12 @@ class Asked:
     @property
     def is_large(self) -> bool:
         """Whether it counts as bytes in flight."""
-        return bool(self.attachments) or len(self.body) >= LARGE_BYTES
+        return bool(self.attachments or counted_size(self.body))
 
     @property
     def size(self) -> int:
         """What it counts as."""
-        size = sum(len(attachment.view) for attachment in self.attachments)
-        return size + len(self.body) if len(self.body) >= LARGE_BYTES else size
+        return counted_size(self.body) + sum(len(attachment.view) for attachment in self.attachments)
 
     def stop_timer(self) -> None:
         if self.timer is not None:

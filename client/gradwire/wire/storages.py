@@ -160,12 +160,12 @@ class StorageWriter:
         self.count += 1
         return self.count - 1
 
-    def extent(self, tensor: torch.Tensor, start: int, size: int) -> int:
-        """Adds memory as it lies, all of it covered by a tensor on the CPU that is alone with it."""
+    def extent(self, start: int, size: int, owner: torch.Tensor, covered_by: Sequence[torch.Tensor]) -> int:
+        """Adds memory as it lies in the storage of a tensor on the CPU, all of it covered by tensors."""
         if not self.is_attached(size):
             return self.inline(ctypes.string_at(start, size))
         # The array holds on to the storage: the view stays valid for as long as anybody has it.
-        return self.attach(as_bytes(tensor, start, size).numpy().data, [tensor])
+        return self.attach(as_bytes(owner, start, size).numpy().data, covered_by)
 
     def array(self, array: numpy.ndarray[Any, Any]) -> int:
         """Adds the elements of a numpy array in row-major order."""
@@ -188,7 +188,7 @@ class StorageWriter:
 
     def _place_alone(self, region: Region) -> None:
         if region.dense:
-            region.message.storage = self._extent(region.start, region.end, [region])
+            region.message.storage = self._extent_of(region.start, region.end, [region])
             _write_strides(region.message, region.shape, region.strides)
         elif is_injective(region.shape, region.strides):
             compact = region.one_of_each(as_carrier(region.tensor))
@@ -207,7 +207,7 @@ class StorageWriter:
         start = _aligned_start(regions)
         end = max(region.end for region in regions)
         if _covers(regions, start, end):
-            storage = self._extent(start, end, regions)
+            storage = self._extent_of(start, end, regions)
         else:
             buffer = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
             for region in regions:
@@ -225,7 +225,7 @@ class StorageWriter:
             region.message.offset = (region.start - start) // region.itemsize
             _write_strides(region.message, region.shape, region.strides)
 
-    def _extent(self, start: int, end: int, regions: list[Region]) -> int:
+    def _extent_of(self, start: int, end: int, regions: list[Region]) -> int:
         """Adds memory as it lies, all of it covered by these tensors."""
         size = end - start
         tensor = regions[0].tensor
@@ -234,22 +234,19 @@ class StorageWriter:
         if not tensor.is_cpu:
             # .cpu() waits for the device, so what was computed before the call is what is sent.
             return self.copied(as_bytes(tensor, start, size).cpu(), codec, dtype)
+        owner = _spanning(regions, start, end)
+        if owner is None:
+            content = ctypes.string_at(start, size)
+            return self.attach(memoryview(content)) if self.is_attached(size) else self.inline(content)
         if codec is not None and size >= COMPRESS_FROM:
-            memory = _spanning(regions, start, end)
-            storage = None if memory is None else self._encoded(memory, codec, dtype)
+            storage = self._encoded(as_bytes(owner, start, size), codec, dtype)
             if storage is not None:
                 return storage
-        if not self.is_attached(size):
-            return self.inline(ctypes.string_at(start, size))
-        memory = _spanning(regions, start, end)
-        if memory is None:
-            return self.attach(memoryview(ctypes.string_at(start, size)))
-        # The array holds on to the storage: the view stays valid for as long as anybody has it.
-        return self.attach(memory.numpy().data, [region.tensor for region in regions])
+        return self.extent(start, size, owner, [region.tensor for region in regions])
 
 
 def _spanning(regions: list[Region], start: int, end: int) -> torch.Tensor | None:
-    """Memory as bytes of a storage that has all of it.
+    """The tensor whose storage has all of some memory.
 
     None where several storages lie over one memory (say, of numpy's), none of which spans it.
     """
@@ -257,7 +254,7 @@ def _spanning(regions: list[Region], start: int, end: int) -> torch.Tensor | Non
         storage = region.tensor.untyped_storage()
         begin = storage.data_ptr()
         if begin <= start and end <= begin + storage.nbytes():
-            return as_bytes(region.tensor, start, end - start)
+            return region.tensor
     return None
 
 

@@ -158,14 +158,10 @@ class TensorWriter:
     def _write_simple(self, starts: list[int]) -> None:
         """The short way."""
         for tensor, start, size in zip(self.tensors, starts, self._sizes, strict=True):
-            message = self.table.tensors.add()
-            message.dtype = NUMBERS[tensor.dtype]
-            message.shape.extend(tensor.shape)
-            if tensor.requires_grad:
-                message.requires_grad = True
+            message = self._describe(tensor)
             if size != tensor.nbytes:  # one element over and over
                 message.strides.extend(tensor.stride())
-            message.storage = self.storages.extent(tensor, start, size)
+            message.storage = self.storages.extent(start, size, tensor, [tensor])
 
     def _write_all(self) -> None:
         regions: list[Region] = []

@@ -96,6 +96,25 @@ def open_reception() -> Iterator[Reception]:
     eventually(lambda: not any(thread.name in THREADS for thread in threading.enumerate()))
 
 
+@contextmanager
+def occupied(desk: Desk, line: Line, *, said: bytes = b"w") -> Iterator[None]:
+    """The one who reads is at work on the first that is said."""
+    begun, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        desk.work = None
+        begun.set()
+        assert release.wait(SECONDS)
+
+    desk.work = work
+    line.far.send(said)
+    assert begun.wait(SECONDS)
+    try:
+        yield
+    finally:
+        release.set()
+
+
 def test_one_thread_reads_for_all() -> None:
     with open_reception() as reception:
         desk = Desk(reception)
@@ -116,42 +135,13 @@ def test_connections_are_attended_to_in_turn(
     monkeypatch.setattr(reception_module, "_STAY_SECONDS", stay)
     with open_reception() as reception:
         desk, lines = Desk(reception), [Line(), Line()]
-        first, sent = threading.Event(), threading.Event()
-
-        def work() -> None:
-            # All of both is there before the rest of either is looked at.
-            desk.work = None
-            first.set()
-            assert sent.wait(SECONDS)
-
-        desk.work = work
         with attended(reception, lines[0], desk), attended(reception, lines[1], desk):
-            lines[0].far.send(b"a" * 10)
-            assert first.wait(SECONDS)
-            lines[1].far.send(b"b" * 10)
-            sent.set()
+            # All of both is there before the rest of either is looked at.
+            with occupied(desk, lines[0], said=b"a" * 10):
+                lines[1].far.send(b"b" * 10)
             eventually(lambda: len(desk.received) == 20)
         came = b"".join(frame for frame, _ in desk.received)
         assert came.index(b"b") in before_the_other
-
-
-@contextmanager
-def occupied(desk: Desk, line: Line, *, said: bytes = b"w") -> Iterator[None]:
-    """The one who reads is at work on the first that is said."""
-    begun, release = threading.Event(), threading.Event()
-
-    def work() -> None:
-        desk.work = None
-        begun.set()
-        assert release.wait(SECONDS)
-
-    desk.work = work
-    line.far.send(said)
-    assert begun.wait(SECONDS)
-    try:
-        yield
-    finally:
-        release.set()
 
 
 def test_nobody_waits_for_one_that_takes_long() -> None:
@@ -398,20 +388,11 @@ def test_closing_ends_all_and_leaves_no_descriptor() -> None:
 def test_it_closes_while_one_is_occupied() -> None:
     reception = Reception()
     desk, line = Desk(reception), Line()
-    occupied, release = threading.Event(), threading.Event()
-
-    def work() -> None:
-        occupied.set()
-        assert release.wait(SECONDS)
-
-    desk.work = work
     thread = threading.Thread(target=reception.attend, args=(line, desk.receive))
     thread.start()
-    line.far.send(b"a")
-    assert occupied.wait(SECONDS)
-    reception.close()
-    thread.join(SECONDS)
-    assert not thread.is_alive()
-    release.set()
+    with occupied(desk, line):
+        reception.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
     eventually(lambda: not any(thread.name in THREADS for thread in threading.enumerate()))
     line.close()
