@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import socket
 import threading
 import weakref
@@ -18,6 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from gradwire import errors
+from gradwire._randomness import new_id
 from gradwire._scope import Scope, current_scope, deadline, entered
 from gradwire._threads import keep_to_torch_threads
 from gradwire.autograd import ContextId, Participant, serve_cleanup, serve_propagate
@@ -35,7 +35,7 @@ class Node:
 
     def __init__(self, name: str | None = None) -> None:
         name = name or f"{socket.gethostname()}-{os.getpid()}"
-        self.identity = Identity(random.getrandbits(64), name)
+        self.identity = Identity(new_id(), name)
         self.pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="gradwire")
         self.participant = Participant(self.identity.node, self.find_link)
         self.methods: dict[int, Handler] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from gradwire._optimizer_parts import (
     all_of,
     as_groups,
 )
+from gradwire._randomness import between
 from gradwire._scope import current_scope, entered, time_left
 from gradwire._stepping import MADE, NOT_MADE, UNKNOWN, sum_of_powers
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused, StepTorn, Unavailable
@@ -131,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     if refused.reason != "busy" or time.monotonic() >= give_up_at:
                         raise
                     # Another trainer steps; come back apart from whoever else waits for the same.
-                    time.sleep(random.uniform(0, min(0.001 * 2**attempt, 0.1)))
+                    time.sleep(between(0, min(0.001 * 2**attempt, 0.1)))
 
     def _step_remote(self, *, in_turn: bool) -> None:
         if len(self._remote) == 1 and time_left(None) is None:

@@ -8,7 +8,6 @@ worker is on the same host, a local socket takes the place of the second stream,
 from __future__ import annotations
 
 import logging
-import random
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from gradwire._randomness import between, new_id
 from gradwire.errors import (
     ConnectFailed,
     DeadlineExceeded,
@@ -60,7 +60,7 @@ class GrpcLink(Conversation):
     def __init__(self, target: str, local: Identity, handler: Handler, settings: LinkSettings) -> None:
         super().__init__(local, Identity(0, target, ""), handler, settings)
         self.target = target
-        self._session = random.getrandbits(64)
+        self._session = new_id()
         self._welcomed = False
         self._calls: tuple[Any, ...] = ()
         """The streams that are open or being opened."""
@@ -156,7 +156,7 @@ class GrpcLink(Conversation):
                 self.abort(self._lost(reason))
             # Full jitter: many clients of one worker must not come back all at once.
             left = max(give_up_at - time.monotonic(), 0.0)
-            self._ending.wait(min(random.uniform(0, backoff), left))
+            self._ending.wait(min(between(0, backoff), left))
             backoff = min(2 * backoff, _LAST_BACKOFF)
 
     @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 
+from gradwire._randomness import between
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.questions import Asked
@@ -37,7 +37,7 @@ class Resting:
             return False
         pause = min(max(error.retry_after_seconds, _SHORTEST_REST * 2**asked.refusals), _LONGEST_REST)
         # Jitter: those who were refused together must not come back together.
-        pause *= random.uniform(0.5, 1.5)
+        pause *= between(0.5, 1.5)
         if asked.refusals == 0:
             asked.refused_since = time.monotonic()
         give_up_at = asked.refused_since + _PATIENCE_SECONDS if asked.deadline is None else asked.deadline
