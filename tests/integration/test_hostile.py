@@ -126,6 +126,15 @@ def attachment(size: int = 16) -> bytes:
     return call(storage=tensor_pb2.Storage(size=size, attachment=0))
 
 
+def set_of_one_hash(count: int) -> bytes:
+    """A call with a set of integers that all have the same hash."""
+    message = autograd_pb2.ForwardWithAutogradRequest(function="echo")
+    items = message.args.add().set.items
+    for index in range(count):
+        items.add(big_integer=(index * (2**61 - 1)).to_bytes(16, "little"))
+    return message.SerializeToString()
+
+
 F32 = tensor_pb2.DTYPE_FLOAT32
 Tensor, Storage = tensor_pb2.Tensor, tensor_pb2.Storage
 
@@ -190,6 +199,7 @@ FAILS: dict[str, tuple[bytes, list[bytes], Code.Code]] = {
     "an attachment shorter than it says": (attachment(), [bytes(8)], Code.CODE_MALFORMED),
     "an attachment longer than it says": (attachment(), [bytes(32)], Code.CODE_MALFORMED),
     "a storage without end": (attachment(1 << 60), [bytes(8)], Code.CODE_MALFORMED),
+    "a set of integers of one hash": (set_of_one_hash(60_000), [], Code.CODE_MALFORMED),
     "no function": (b"", [], Code.CODE_UNKNOWN_FUNCTION),
 }
 

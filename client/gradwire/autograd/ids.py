@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,12 +13,21 @@ __all__ = ["ContextId", "HandleId", "MessageId", "message_ids", "message_protos"
 _new = tuple.__new__
 """What the constructor of a named tuple calls. There are many in each message, so directly."""
 
+# An id does not have the hash of a tuple, which can be worked out: other nodes choose their ids, and many of
+# one hash would make each that is looked up slow. Whoever does not know these factors cannot find such.
+_MODULUS = (1 << 61) - 1
+_NODE_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
+_NUMBER_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
+
 
 class ContextId(NamedTuple):
     """A context: the node that opened it, and that node's number for it. 0 is the node's ambient context."""
 
     node: int
     number: int
+
+    def __hash__(self) -> int:
+        return (self[0] * _NODE_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
 
     @classmethod
     def parse(cls, message: autograd_pb2.ContextId) -> ContextId:
@@ -44,6 +54,9 @@ class MessageId(NamedTuple):
 
     node: int
     number: int
+
+    def __hash__(self) -> int:
+        return (self[0] * _NODE_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
 
     @classmethod
     def parse(cls, message: autograd_pb2.MessageId) -> MessageId:

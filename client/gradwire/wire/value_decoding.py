@@ -16,6 +16,7 @@ from gradwire.proto.v1 import tensor_pb2, value_pb2
 
 from .contents import Bytes
 from .dtypes import DTYPES_BY_NAME
+from .hashing import check_dict_keys, check_set_items, no_hash
 from .limits import Limits
 from .tensor_decoding import TensorReader, check_shape
 from .types import TypeRegistry, default_types, is_named_tuple
@@ -28,7 +29,7 @@ _ARRAY_DTYPE = re.compile(
     r"|\|S[1-9][0-9]{0,8}|[<>]U[1-9][0-9]{0,7}"
     r"|[<>][mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic)\])?"
 )
-Container = TypeVar("Container", set[Any], dict[Any, Any])
+Container = TypeVar("Container", set[Any], frozenset[Any], dict[Any, Any])
 _DEVICE = re.compile(r"[a-z_]{1,32}(:[0-9]{1,4})?")
 
 
@@ -110,16 +111,20 @@ class Decoder:
 
     def _set(self, message: value_pb2.List, depth: int) -> set[Any]:
         items = self._list(message, depth)
+        check_set_items(items)
         return _hashed(set, items)
 
     def _frozen_set(self, message: value_pb2.List, depth: int) -> frozenset[Any]:
-        return frozenset(self._set(message, depth))
+        items = self._list(message, depth)
+        check_set_items(items)
+        return _hashed(frozenset, items)
 
     def _dict(self, message: value_pb2.Dict, depth: int) -> dict[Any, Any]:
         depth += 1
         entries = [
             (self._value(entry.key, depth), self._value(entry.value, depth)) for entry in message.entries
         ]
+        check_dict_keys([key for key, _ in entries])
         return _hashed(dict, entries)
 
     def _slice(self, message: value_pb2.Slice, depth: int) -> slice:
@@ -240,7 +245,7 @@ def _hashed(make: Callable[[list[Any]], Container], items: list[Any]) -> Contain
     try:
         made = make(items)
     except Exception as error:
-        raise MalformedMessage(f"a key or an item of a set has no hash: {error}") from error
+        raise no_hash(error) from error
     if len(made) != len(items):
         raise MalformedMessage("a key or an item of a set comes twice")
     return made
