@@ -108,6 +108,12 @@ class Place:
         result: torch.Tensor = self._call(to, "recur", self.recur(x, key), key)
         return result
 
+    def in_slots(self, x: torch.Tensor, write: str | None, beside: str, answer: str) -> torch.Tensor:
+        """Keeps the argument in one slot, with what is in another, and answers with what is in a third."""
+        if write is not None:
+            self.kept[write] = x * 3 + self.kept[beside] if beside in self.kept else x * 2
+        return x * 7 + self.kept[answer] * 2 if answer in self.kept else x * 5
+
     def detach_kept(self, key: str = "") -> None:
         if key in self.kept:
             self.kept[key] = self.kept[key].detach()

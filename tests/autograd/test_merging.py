@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from tests.autograd.test_round_trips import BACKWARD, asked
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire._scope import current_scope, entered
 from gradwire.autograd import holding
 from gradwire.autograd.nodes import received_of
 from gradwire.autograd.records import Received
@@ -201,6 +205,53 @@ def test_workers_that_hold_no_run_open_are_exact_too(
     trio.check(compute, leaf())
     if "loop" in compute.__name__:
         assert asked_to
+
+
+def test_a_result_without_gradient_may_come_before_a_later_one_with(trio: Both, leaf: Leaf) -> None:
+    """The run that is held open for both no longer waits for the later one, and goes on without it."""
+
+    kept: list[torch.Tensor] = []  # results that nobody uses, but that are still there
+
+    def compute(call: Call, x: torch.Tensor) -> torch.Tensor:
+        outs = [call("a", "in_slots", x, "two", "zero", "zero")]
+        outs.append(call("a", "in_slots", x, None, "zero", "two"))
+        outs.append(call("a", "in_slots", outs[0], "one", "zero", "two"))
+        outs.append(call("a", "in_slots", outs[1], None, "zero", "one"))
+        outs.append(call("a", "in_slots", outs[2], "two", "one", "two"))
+        kept.extend(outs)
+        return outs[-1].sum()
+
+    for backward in BACKWARDS:
+        trio.reset()
+        trio.check(compute, leaf(), backward=backward)
+
+
+def test_contexts_that_share_what_is_kept_are_exact(trio: Both, leaf: Leaf) -> None:
+    """A call in another context reaches a part of what the calls of the first one kept."""
+
+    def compute(call: Call, x: torch.Tensor, other: Any) -> list[torch.Tensor]:
+        first = call("a", "in_slots", x, "one", "zero", "zero")
+        with other:
+            call("a", "in_slots", x, "zero", "zero", "zero")
+        second = call("a", "in_slots", first, "two", "zero", "one")
+        third = call("a", "in_slots", second, None, "zero", "two")
+        with other:
+            between = call("a", "in_slots", x, None, "zero", "two")
+        fourth = call("a", "in_slots", third, None, "zero", "zero")
+        fifth = call("a", "in_slots", third, None, "zero", "two")
+        return [second, third, between, fourth, fifth]
+
+    x, copy = leaf(), leaf()
+    with gw.context() as inner, gw.context() as outer:
+        found = compute(trio.call, x, entered(replace(current_scope(), context=inner.id)))
+        expected = compute(trio.oracle_call, copy, nullcontext())
+        for size in range(1, len(found) + 1):
+            for chosen in itertools.combinations(range(len(found)), size):
+                roots = [sum(one[index].sum() for index in chosen) for one in (found, expected)]
+                (gradient,) = torch.autograd.grad(roots[0], [x], retain_graph=True)
+                (right,) = torch.autograd.grad(roots[1], [copy], retain_graph=True)
+                assert_close(gradient, right, f"x by {chosen}")
+        assert outer.gradients() == {}
 
 
 def test_differentiating_twice(trio: Both, leaf: Leaf) -> None:

@@ -67,7 +67,7 @@ def group_of(received: Received) -> Group:
     group: Group | None = None
     for other in (
         *(reach.group for reach in received.builds_on),
-        *(sent.group for sent in received.depends_on if sent.group is not None and received.may_share(sent)),
+        *(sent.group for sent in received.depends_on if sent.group is not None),
     ):
         group = other if group is None else group.join(other)
     return group or Group()
@@ -81,6 +81,7 @@ class Reach:
 
     def __init__(self, received: Received, group: Group) -> None:
         self.source = received.source
+        self.peer = received.source.node
         self.context = received.context
         self.group = group
         self.builds_on: Sequence[Reach] = received.builds_on

@@ -128,13 +128,14 @@ class Merge:
         if not to_come:
             task.send(Batch(gathered, like=like))
             return
-        self._held = HeldElsewhere(like.participant.new_id(), set(to_come))
+        self._held = HeldElsewhere(like.participant.new_id(), like, set(to_come))
         self._last = task.send(Batch(gathered, like=like, held=self._held, announced=to_come))
 
     def _go_on(self, expected: list[tuple[Received, Gradients]], held: HeldElsewhere, task: Task) -> None:
         first = min(received.source.number for received, _ in expected)
-        held.to_come = {received for received in held.to_come if received.source.number < first}
-        self._last = task.send(Batch(expected, like=expected[0][0], held=held))
+        later = [received for received in held.to_come if received.source.number >= first]
+        held.to_come.difference_update(later)
+        self._last = task.send(Batch(expected, like=expected[0][0], held=held, not_awaited=later))
         if not held.to_come:
             self._held = None
 
@@ -147,15 +148,15 @@ class Merge:
         self._last.wait()
         if held.is_open:
             # For results that were asked for themselves: the engine captures such, and does not run them.
-            task.send(Batch([], like=next(iter(held.to_come)), held=held))
+            later, held.to_come = list(held.to_come), set()
+            task.send(Batch([], like=held.like, held=held, not_awaited=later))
 
     def abandon(self) -> None:
         """The graph task failed."""
         held, self._held = self._held, None
         self._gathered.clear()
         if held is not None:
-            like = next(iter(held.to_come))
-            like.participant.give_up(like, held.id)
+            held.like.participant.give_up(held.like, held.id)
 
 
 def _will_fire(received: Received) -> bool:

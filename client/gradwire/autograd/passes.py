@@ -153,7 +153,8 @@ class Task:
             sent.append(propagation)
             self._sent.append(propagation)
             later = batch.held.to_come if batch.held is not None else ()
-            for arguments in awaited_by([received for received, _ in batch.items], later):
+            going_on = [*(received for received, _ in batch.items), *batch.not_awaited]
+            for arguments in awaited_by(going_on, later):
                 self.awaited[arguments.id] = arguments
                 arguments.await_reply(self.id, propagation)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ class HeldElsewhere:
     """A run on another node that is held open for gradients which are still to come."""
 
     id: MessageId
+    like: Received
+    """One of the results that it started with: where it runs."""
     to_come: set[Received]
     is_open: bool = True
 
@@ -47,8 +49,11 @@ class Batch:
     """One of the results, or one like them: where they came from, and in which context."""
     held: HeldElsewhere | None = None
     """The run that they are part of, if it is held open."""
-    announced: Sequence[Received] = field(default_factory=list)
+    announced: Sequence[Received] = ()
     """What will come later in that run, if it starts with these."""
+    not_awaited: Sequence[Received] = ()
+    """Results that the run waited for and, from these on, waits for no longer: what earlier gradients have in
+    common with them goes on now."""
 
 
 class Propagation:

@@ -281,9 +281,9 @@ class Received:
         self._spent: set[int] = set()
         self._releases = releases
 
-    def may_share(self, sent: SentArguments) -> bool:
-        """Whether others that reach the same arguments have them in the same graph, in the same context."""
-        return sent.peer == self.source.node and sent.context == self.context
+    def may_share(self, other: SentArguments | Reach) -> bool:
+        """Whether arguments, or earlier results, are of the same worker and the same context."""
+        return other.peer == self.source.node and other.context == self.context
 
     def spend(self, gradients: Gradients, *, for_good: bool) -> None:
         """Backward comes through some of the tensors: for good, if the graph is not retained.

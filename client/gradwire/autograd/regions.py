@@ -140,8 +140,11 @@ class Regions:
             received: list[Received] = []
             for reached in self._claim(region, name, below):
                 received.extend(reached.received)
-            # What is behind its own messages, the peer knows.
-            its_own = all(record.source.node == name.peer for record in received)
+            # What is behind its own messages, the peer knows. A name stands for messages of one context:
+            # gradients that are gathered for one context must not wait for those of another.
+            its_own = all(
+                record.source.node == name.peer and record.context == name.context for record in received
+            )
             name.is_usable = (
                 its_own
                 and name.peer != self._node
