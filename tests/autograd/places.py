@@ -154,6 +154,16 @@ class Place:
         """The argument itself."""
         return x
 
+    def own_function(self, x: torch.Tensor) -> torch.Tensor:
+        """The result of a function that is not torch's own."""
+        result: torch.Tensor = _Counted.apply(x)
+        return result
+
+    def keep_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """A sum that stays here; of any layout."""
+        self.kept["sum"] = self.kept["sum"] + x if "sum" in self.kept else x
+        return self.kept["sum"]
+
     def ignore(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         del y
         return x * 3

@@ -249,6 +249,43 @@ def test_sparse_gradients_of_parameters_and_arguments(trio: Both) -> None:
     assert gradient.layout == torch.sparse_coo
 
 
+SPARSE_PROGRAMS: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
+    "returned": lambda call, x: call("a", "same", x),
+    "there and back twice": lambda call, x: call("b", "same", call("a", "same", x)),
+    "sent on by a worker": lambda call, x: call("a", "relay", "b", "same", x),
+    "a user's own function": lambda call, x: call("a", "own_function", x),
+    "a user's own function, sent on": lambda call, x: call("a", "relay", "b", "own_function", x),
+    "kept": lambda call, x: [call("a", "keep_sum", x) for _ in range(3)][-1],
+    "added": lambda call, x: call("a", "keep_sum", x) + call("b", "own_function", x),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("program", SPARSE_PROGRAMS)
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")
+def test_sparse_tensors_that_require_grad_are_sent_on(
+    program: str, layout: torch.layout, trio: Both, leaf: Leaf
+) -> None:
+    def compute(call: Call, x: torch.Tensor) -> torch.Tensor:
+        return SPARSE_PROGRAMS[program](call, x).to_dense().sum()
+
+    for backward in ("plain", "context", "grad", "twice"):
+        trio.reset()
+        sparse = leaf().detach().clamp(min=0).to_sparse(layout=layout).requires_grad_()
+        trio.check(compute, sparse, backward=backward)
+
+
+def test_gradients_have_memory_of_their_own_if_they_are_sparse() -> None:
+    table = torch.rand(5, 3, dtype=torch.float64, requires_grad=True)
+    indices = torch.tensor([0, 3])
+    with gw.context() as context:
+        # The gradient of a sum repeats one element.
+        context.backward(torch.nn.functional.embedding(indices, table, sparse=True).sum())
+        gradient = context.gradients()[table]
+        gradient._values().mul_(3)
+    assert torch.equal(gradient.to_dense()[:, 0], torch.tensor([3, 0, 0, 3, 0], dtype=torch.float64))
+
+
 def test_sparse_and_dense_contributions_add_up(trio: Both) -> None:
     table = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
 

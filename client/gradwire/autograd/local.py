@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
+from gradwire.autograd.edges import edge_of
 from gradwire.autograd.nodes import ANCHOR, is_leaf_node
 from gradwire.autograd.passes import Run, running
+from gradwire.autograd.records import elements_of
 
 __all__ = ["Root", "backward_into_grad", "backward_to_leaves", "nodes_from"]
 
@@ -20,7 +22,7 @@ Root = torch.Tensor | GradientEdge
 
 def nodes_from(roots: Sequence[Root]) -> Iterator[Node]:
     """Every node that is reached, once."""
-    stack = [root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node for root in roots]
+    stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
     seen = set(stack)
     while stack:
         node = stack.pop()
@@ -95,19 +97,15 @@ def _unshared(gradient: torch.Tensor, shared: set[int]) -> torch.Tensor:
     one that repeats a single element; for `.grad` it copies such, too.
     """
     memory = _memory(gradient)
-    is_strided = gradient.layout is torch.strided
-    if memory in shared or (is_strided and gradient.untyped_storage().nbytes() != gradient.nbytes):
+    elements = elements_of(gradient)
+    if memory in shared or elements.untyped_storage().nbytes() != elements.nbytes:
         return gradient.clone()
     shared.add(memory)
     return gradient
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.values()
-    address: int = tensor.untyped_storage()._cdata
+    address: int = elements_of(tensor).untyped_storage()._cdata
     return address
 
 

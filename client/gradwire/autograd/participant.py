@@ -207,10 +207,10 @@ class Participant:
             foreign=[id for id in depends_on if id.node != self.node],
             builds_on=self.store.reaches(message_ids(autograd.builds_on)),
         )
-        if received.builds_on or autograd.may_be_built_on:
-            # Not across contexts or workers: their gradients go to different places, and at different times.
-            if all(map(received.may_share, (*received.depends_on, *received.builds_on))):
-                self._join(received, autograd.may_be_built_on)
+        # Not across contexts or workers: their gradients go to different places, and at different times.
+        reached: list[SentArguments | Reach] = [*received.depends_on, *received.builds_on]
+        if (received.builds_on or autograd.may_be_built_on) and all(map(received.may_share, reached)):
+            self._join(received, autograd.may_be_built_on)
         self._attach(received, decoder)
 
     def _join(self, received: Received, may_be_built_on: bool) -> None:

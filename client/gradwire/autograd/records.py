@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from gradwire.autograd.edges import edge_of
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport.base import Link
@@ -34,6 +35,7 @@ __all__ = [
     "SentResults",
     "add_gradients",
     "added",
+    "elements_of",
     "nbytes",
 ]
 
@@ -55,12 +57,16 @@ def add_gradients(total: list[torch.Tensor | None], more: Gradients) -> None:
             total[slot] = gradient if so_far is None else added(so_far, gradient)
 
 
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor; of a sparse one, those that it has."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
 def nbytes(tensor: torch.Tensor) -> int:
-    """The memory of a tensor's elements; of a sparse one, those that it has."""
-    if tensor.layout == torch.strided:
-        return tensor.nbytes
-    values = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
-    return values.nbytes
+    """The memory of a tensor's elements."""
+    return elements_of(tensor).nbytes
 
 
 class SentArguments:
@@ -149,7 +155,7 @@ class SentResults:
         """The node that they went to."""
         # Keeps the graph alive until the receiver releases it. Not the tensors: a function that keeps one
         # may modify it in place later, and then the tensor is somewhere else in the graph.
-        self.edges: list[GradientEdge | None] = [get_gradient_edge(tensor) for tensor in tensors]
+        self.edges: list[GradientEdge | None] = [edge_of(tensor) for tensor in tensors]
         self.like = [(tensor.shape, tensor.device, tensor.is_complex()) for tensor in tensors]
         self.bytes = sum(map(nbytes, tensors))
         self.check_fresh = check_fresh

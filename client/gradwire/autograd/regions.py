@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
+from gradwire.autograd.edges import edge_of
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.nodes import is_leaf_node, is_token_node, received_of
 from gradwire.autograd.records import Received
@@ -196,7 +196,7 @@ class Regions:
 
     def _walk(self, tensors: Sequence[torch.Tensor]) -> Region:
         found = [Region()]
-        todo: list[tuple[Region, list[Any]]] = [(found[0], [get_gradient_edge(t).node for t in tensors])]
+        todo: list[tuple[Region, list[Any]]] = [(found[0], [edge_of(t).node for t in tensors])]
         while todo:
             region, stack = todo.pop()
             while stack:
