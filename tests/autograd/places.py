@@ -114,6 +114,11 @@ class Place:
             self.kept[write] = x * 3 + self.kept[beside] if beside in self.kept else x * 2
         return x * 7 + self.kept[answer] * 2 if answer in self.kept else x * 5
 
+    def keep_answer(self, x: torch.Tensor, to: str) -> torch.Tensor:
+        """The state is from now on what another place, or this one, answers."""
+        self.kept[""] = self._call(to, "recur", x)
+        return self.kept[""] * self.bias
+
     def detach_kept(self, key: str = "") -> None:
         if key in self.kept:
             self.kept[key] = self.kept[key].detach()

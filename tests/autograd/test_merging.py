@@ -226,6 +226,22 @@ def test_a_result_without_gradient_may_come_before_a_later_one_with(trio: Both, 
         trio.check(compute, leaf(), backward=backward)
 
 
+@pytest.mark.parametrize("route", ["aaa", "aab", "aba", "bab", "abb"])
+def test_results_that_a_worker_has_of_itself_or_of_its_caller(route: str, trio: Both, leaf: Leaf) -> None:
+    """What is behind a result that came back to the worker that had sent it is not forgotten."""
+
+    def compute(call: Call, *leaves: torch.Tensor) -> torch.Tensor:
+        here, there, last = route
+        for x in leaves[:-1]:
+            call(here, "keep_answer", x, there)
+        result: torch.Tensor = call(last, "keep_answer", leaves[-1], there)
+        return (result * call(there, "recur", leaves[-1])).sum()
+
+    for backward in BACKWARDS:
+        trio.reset()
+        trio.check(compute, leaf(0), leaf(1), leaf(2), backward=backward)
+
+
 def test_contexts_that_share_what_is_kept_are_exact(trio: Both, leaf: Leaf) -> None:
     """A call in another context reaches a part of what the calls of the first one kept."""
 

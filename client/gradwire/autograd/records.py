@@ -287,6 +287,14 @@ class Received:
         self._spent: set[int] = set()
         self._releases = releases
 
+    def is_known_to(self, peer: int) -> bool:
+        """Whether a peer knows what is behind these tensors, once it is told that they are reached.
+
+        It does of arguments that it sent: they have a send node in its graph. Of results that it sent it is
+        never told that they are reached.
+        """
+        return self.are_arguments and self.source.node == peer
+
     def may_share(self, other: SentArguments | Reach) -> bool:
         """Whether arguments, or earlier results, are of the same worker and the same context."""
         return other.peer == self.source.node and other.context == self.context

@@ -140,10 +140,10 @@ class Regions:
             received: list[Received] = []
             for reached in self._claim(region, name, below):
                 received.extend(reached.received)
-            # What is behind its own messages, the peer knows. A name stands for messages of one context:
-            # gradients that are gathered for one context must not wait for those of another.
+            # A name stands for messages of one context: gradients that are gathered for one context must not
+            # wait for those of another.
             its_own = all(
-                record.source.node == name.peer and record.context == name.context for record in received
+                record.is_known_to(name.peer) and record.context == name.context for record in received
             )
             name.is_usable = (
                 its_own
@@ -232,7 +232,7 @@ class Regions:
             for received in region.received:
                 if received.are_arguments:
                     reached[received.source] = None
-                if received.source.node != peer:  # else the peer knows better
+                if not received.is_known_to(peer):
                     reached.update(dict.fromkeys(received.foreign))
             stack.extend(below for below in region.below if below not in seen)
             seen.update(region.below)
