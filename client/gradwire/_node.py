@@ -12,22 +12,23 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 
 from gradwire import errors
 from gradwire._randomness import new_id
 from gradwire._scope import Scope, current_scope, deadline, entered
-from gradwire._threads import keep_to_torch_threads
+from gradwire._threads import DaemonThreads, computing, end_computing
 from gradwire.autograd import ContextId, Participant, serve_cleanup, serve_propagate
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import Exchange, GrpcLink, Handler, Identity, Link, LinkSettings, faults
+from gradwire.transport.base import call_each
 
 __all__ = ["Node", "SharedLink", "current_context_id", "current_node", "default_node"]
 
-_MAX_THREADS = 10_000
-"""No ceiling in earnest: a thread that waits for another call must never keep that call from running."""
+
+_EXIT_SECONDS = 1.0
+"""How long the end of the process waits for what still computes for others."""
 
 
 class Node:
@@ -36,7 +37,8 @@ class Node:
     def __init__(self, name: str | None = None) -> None:
         name = name or f"{socket.gethostname()}-{os.getpid()}"
         self.identity = Identity(new_id(), name)
-        self.pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="gradwire")
+        # Without a ceiling: a thread that waits for another call must never keep that call from running.
+        self.pool = DaemonThreads("gradwire")
         self.participant = Participant(self.identity.node, self.find_link)
         self.methods: dict[int, Handler] = {
             link_pb2.METHOD_PING: lambda exchange: exchange.reply(b""),
@@ -102,9 +104,8 @@ class Node:
     ) -> None:
         """Does work in the scope of a question. Whatever it raises becomes the answer."""
         scope = Scope(self, exchange, exchange.deadline, around_wait=around_wait)
-        keep_to_torch_threads()
         try:
-            with entered(scope):
+            with computing(), entered(scope):
                 exchange.begin()
                 if exchange.cancelled or exchange.deadline is not None:
                     self._check_wanted(exchange)
@@ -292,8 +293,9 @@ def current_context_id() -> ContextId:
 
 @atexit.register
 def _say_goodbye() -> None:
-    for node in list(_nodes):
-        node.close()
+    """Python calls this when all threads of the program have ended, which may have used gradwire so long."""
+    call_each(node.close for node in list(_nodes))
+    end_computing(_EXIT_SECONDS)
 
 
 def _after_fork() -> None:

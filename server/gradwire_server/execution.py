@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class Slots:
     those who rest find none.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, limits: QueueLimits) -> None:
+    def __init__(self, pool: Executor, limits: QueueLimits) -> None:
         self._pool = pool
         self._limits = limits
         self._most_of_one = limits.threads_per_client or limits.threads

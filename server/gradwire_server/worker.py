@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -9,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,8 +26,10 @@ from grpc_reflection.v1alpha import reflection as reflection_module
 
 from gradwire import wire
 from gradwire._node import Node, refuse_if_forked
+from gradwire._threads import DaemonThreads
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import LinkSettings, Room
+from gradwire.transport.base import call_each
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.calling import CallRunner
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
@@ -44,8 +47,6 @@ __all__ = ["Worker"]
 
 log = logging.getLogger("gradwire.server")
 
-_MAX_STREAM_THREADS = 10_000
-"""Each open stream holds a thread of gRPC's pool for as long as it is open."""
 _POLL_SECONDS = 0.02
 _FAREWELL_SECONDS = 1.0
 
@@ -73,6 +74,9 @@ class Worker:
 
     With a `state_dir` objects that have a name, and the optimizers over them, are saved there when the worker
     stops and every `save_every` seconds if they changed; a worker that is started with it goes on from them.
+
+    A worker keeps no process alive. When the program ends, in whatever way, a worker that it did not stop is
+    stopped without a grace period: calls in flight are cancelled, state is saved, clients are told goodbye.
     """
 
     def __init__(
@@ -145,7 +149,8 @@ class Worker:
         self._max_unary_bytes = max_unary_bytes
         self._health = health
         self._reflection = reflection
-        self._streams_pool = ThreadPoolExecutor(_MAX_STREAM_THREADS, thread_name_prefix="gradwire-stream")
+        # Each open stream holds one of its threads for as long as it is open.
+        self._streams_pool = DaemonThreads("gradwire-stream")
         self._started = False
         self._server: grpc.Server | None = None
         self._health_servicer: health_module.HealthServicer | None = None
@@ -189,7 +194,8 @@ class Worker:
         return self
 
     def _listen(self) -> None:
-        server = grpc.server(self._streams_pool, options=server_options(self._settings))
+        # Of a thread pool gRPC needs that it is an executor.
+        server = grpc.server(self._streams_pool, options=server_options(self._settings))  # type: ignore[arg-type]
         server.add_generic_rpc_handlers((self._handlers(),))
         if self._health:
             self._health_servicer = health_module.HealthServicer()
@@ -211,6 +217,7 @@ class Worker:
             raise
         self._server = server
         server.start()
+        _running.add(self)
         participant = self._node.participant
         participant.keep_lease(self._settings.lease)
         self._objects.keep_lease(self._settings.lease, participant.is_linked)
@@ -222,6 +229,7 @@ class Worker:
         Returns whether all of them finished. Raises StateError at the end if the state was not saved.
         """
         server, self._server = self._server, None
+        _running.discard(self)
         if server is None:
             return True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -237,7 +245,7 @@ class Worker:
         self._hub.close()
         idle = self._slots.wait_until_idle(_FAREWELL_SECONDS)
         self._node.close()
-        ended = server.stop(_FAREWELL_SECONDS).wait(2 * _FAREWELL_SECONDS)
+        ended = _end(server)
         self._hub.join(_FAREWELL_SECONDS)
         # Threads that are done end at once; a function that does not stop must not keep us.
         self._streams_pool.shutdown(wait=ended)
@@ -291,6 +299,27 @@ class Worker:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+_running: set[Worker] = set()
+
+
+@atexit.register
+def _stop_those_that_run() -> None:
+    call_each(partial(worker.stop, 0.0) for worker in list(_running))
+
+
+os.register_at_fork(after_in_child=_running.clear)
+
+
+def _end(server: grpc.Server) -> bool:
+    """Whether a server has ended, within a short time for what it still has to write."""
+    try:
+        return bool(server.stop(_FAREWELL_SECONDS).wait(2 * _FAREWELL_SECONDS))
+    except RuntimeError:
+        # gRPC starts a thread for it. When the interpreter ends, newer versions of Python start none, and the
+        # server ends with the process.
+        return False
 
 
 def _bind(server: grpc.Server, address: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire._threads import keep_to_torch_threads
+from gradwire._threads import computing
 from gradwire.autograd.ids import MessageId
 from gradwire.autograd.local import nodes_from
 from gradwire.autograd.passes import Run, current_run, find_task
@@ -160,9 +160,9 @@ class HeldRun:
 
     def _do(self, work: Callable[[], None]) -> None:
         failure: BaseException | None = None
-        keep_to_torch_threads()
         try:
-            work()
+            with computing():
+                work()
         except BaseException as error:  # whatever it is, those who asked are told
             failure = error
         del work  # and the graph with it, before anybody is answered
