@@ -93,6 +93,13 @@ class Place:
         self.kept[key] = torch.tanh(_Counted.apply(state))
         return self.kept[key] * self.bias
 
+    def recur_beside(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        """Does not use one of its arguments."""
+        del unused
+        before = self.kept.get("")
+        self.kept[""] = x + 1 if before is None else x + before
+        return x * 3 if before is None else before * x
+
     def recur_twice(self, x: torch.Tensor, key: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """The state itself, and something else."""
         self.recur(x, key)

@@ -242,6 +242,19 @@ def test_results_that_a_worker_has_of_itself_or_of_its_caller(route: str, trio: 
         trio.check(compute, leaf(0), leaf(1), leaf(2), backward=backward)
 
 
+def test_a_result_that_is_spent_is_an_argument_that_is_not_used(trio: Both, leaf: Leaf) -> None:
+    """Its recv node runs again, without a gradient: the worker, which has let go of it, is not asked."""
+
+    def compute(call: Call, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        call("a", "recur_beside", x, y)
+        spent = call("a", "recur_beside", y, y)
+        spent.sum().backward()
+        result: torch.Tensor = call("a", "recur_beside", x, spent)
+        return result.sum()
+
+    trio.check(compute, leaf(0), leaf(1))
+
+
 def test_contexts_that_share_what_is_kept_are_exact(trio: Both, leaf: Leaf) -> None:
     """A call in another context reaches a part of what the calls of the first one kept."""
 

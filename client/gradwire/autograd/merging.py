@@ -160,5 +160,8 @@ class Merge:
 
 
 def _will_fire(received: Received) -> bool:
+    """Whether a gradient may come for a result in this graph task."""
+    if received.is_spent:
+        return False  # its recv node may run, but without a gradient, and the worker has let go of it
     node = None if received.node is None else received.node()
     return node is not None and torch._C._will_engine_execute_node(node)
