@@ -24,6 +24,7 @@
     ├── RemoteError                         the function raised; also the builtin type that it raised
     ├── WireError
     │   ├── Unencodable (TypeError)         a value that cannot travel; says where it is
+    │   ├── TypeMismatch (TypeError)        a type that the receiving end does not know, or knows otherwise
     │   └── MalformedMessage (ValueError)   bytes that make no sense
     ├── InvalidDeviceMap (ValueError)       a device map names devices that are not there
     ├── CodecUnavailable (RuntimeError)     one of the ends lacks a codec that was asked for
@@ -33,6 +34,7 @@
     └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
 
 Errors about another process say which in `worker`. `RemoteError` keeps the remote type and traceback.
+`retryable` says of each whether the same may work if it is done again.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ __all__ = [
     "StaleParameters",
     "StepRefused",
     "StepTorn",
+    "TypeMismatch",
     "Unavailable",
     "Unencodable",
     "UnknownFunction",
@@ -82,6 +85,16 @@ class GradwireError(Exception):
 
     worker: str | None = None
     """Name and address of the process that it is about, where there is one."""
+    _retryable: bool = False
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same, done again, may work though nobody has mended anything.
+
+        Never true of what a served function raised. A call may have run though its answer was lost: what must
+        not run twice is for the caller to judge. In training, do the whole step again, from `zero_grad` on.
+        """
+        return self._retryable
 
     def __init__(self, message: str = "", *, worker: str | None = None) -> None:
         Exception.__init__(self, message)
@@ -90,7 +103,11 @@ class GradwireError(Exception):
 
     def again(self) -> Self:
         """The same error to raise once more, without the traceback of the first time."""
-        return copy.copy(self).with_traceback(None)
+        copied = copy.copy(self).with_traceback(None)
+        if hasattr(copied, "__notes__"):
+            # What is noted on one must not show on the other.
+            copied.__notes__ = list(copied.__notes__)
+        return copied
 
     def __str__(self) -> str:
         # Not Exception's: mixed-in builtins such as KeyError and OSError would format it their way.
@@ -104,9 +121,13 @@ class LinkError(GradwireError, ConnectionError):
 class ConnectFailed(LinkError):
     """Nothing answered in the connect timeout, or what answered is no gradwire worker."""
 
+    _retryable = True
+
 
 class WorkerLost(LinkError):
     """The other process was there and is gone, or was restarted and has forgotten what it held."""
+
+    _retryable = True
 
 
 class LinkClosed(LinkError):
@@ -114,6 +135,10 @@ class LinkClosed(LinkError):
 
     leaving: bool = False
     """Whether the other process goes altogether, and did not just close this link."""
+
+    @property
+    def retryable(self) -> bool:
+        return self.leaving
 
 
 class ProtocolError(LinkError):
@@ -157,6 +182,7 @@ class StaleParameters(CallRefused, RuntimeError):
     """
 
     parameters: tuple[str, ...] = ()
+    _retryable = True
 
 
 class StepRefused(CallRefused, RuntimeError):
@@ -167,6 +193,10 @@ class StepRefused(CallRefused, RuntimeError):
     """
 
     reason: str = ""
+
+    @property
+    def retryable(self) -> bool:
+        return self.reason in ("busy", "lost")
 
 
 class StepTorn(CallRefused, RuntimeError):
@@ -195,9 +225,16 @@ class ResourceExhausted(CallRefused):
     not_started: bool = False
     """Whether it was refused before anything ran; only then gradwire itself tries again."""
 
+    @property
+    def retryable(self) -> bool:
+        # A limit on what one client holds does not pass by itself.
+        return self.not_started or self._retryable
+
 
 class Unavailable(CallRefused):
     """The worker is shutting down and takes no new calls."""
+
+    _retryable = True
 
 
 class WireError(GradwireError):
@@ -206,6 +243,10 @@ class WireError(GradwireError):
 
 class Unencodable(WireError, TypeError):
     """A value that cannot travel. The message names the path to it, e.g. ``args[1]["mask"]``."""
+
+
+class TypeMismatch(WireError, TypeError):
+    """A dataclass, named tuple or enum that the receiving end does not know, or knows with other fields."""
 
 
 class MalformedMessage(WireError, ValueError):
@@ -246,10 +287,17 @@ class RemoteError(GradwireError):
 
     remote_type: str = ""
     remote_traceback: str = ""
+    traceback_note: str = ""
+    """The note that shows the remote traceback."""
 
     @classmethod
     def from_remote(
-        cls, types: Sequence[str], message: str, traceback: str, worker: str | None
+        cls,
+        types: Sequence[str],
+        message: str,
+        traceback: str,
+        worker: str | None,
+        notes: Sequence[str] = (),
     ) -> RemoteError:
         """Rebuilds what was raised. `types`: qualified names of its type and bases, nearest first."""
         remote_type = types[0] if types else "Exception"
@@ -259,9 +307,12 @@ class RemoteError(GradwireError):
         )
         error.remote_type = remote_type
         error.remote_traceback = traceback
+        for note in notes:
+            error.add_note(note)
         if traceback:
             where = f" on {worker}" if worker else ""
-            error.add_note(f"\nTraceback of the worker{where}:\n\n{traceback.rstrip()}")
+            error.traceback_note = f"\nTraceback of the worker{where}:\n\n{traceback.rstrip()}"
+            error.add_note(error.traceback_note)
         return error
 
 

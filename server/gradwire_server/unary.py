@@ -28,6 +28,7 @@ _STATUS: dict[int, grpc.StatusCode] = {
     Code.CODE_RAISED: grpc.StatusCode.UNKNOWN,
     Code.CODE_UNKNOWN_FUNCTION: grpc.StatusCode.NOT_FOUND,
     Code.CODE_WRONG_ARGUMENTS: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.CODE_TYPE_MISMATCH: grpc.StatusCode.INVALID_ARGUMENT,
     Code.CODE_MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
     Code.CODE_UNENCODABLE: grpc.StatusCode.FAILED_PRECONDITION,
     Code.CODE_CANCELLED: grpc.StatusCode.CANCELLED,
@@ -35,6 +36,8 @@ _STATUS: dict[int, grpc.StatusCode] = {
     Code.CODE_RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Code.CODE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Code.CODE_WORKER_LOST: grpc.StatusCode.ABORTED,
+    Code.CODE_CONNECT_FAILED: grpc.StatusCode.ABORTED,
+    Code.CODE_LINK_CLOSED: grpc.StatusCode.ABORTED,
     Code.CODE_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Code.CODE_PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     Code.CODE_INTERNAL: grpc.StatusCode.INTERNAL,
@@ -144,7 +147,8 @@ def _shorten(error: link_pb2.Error) -> None:
     """Metadata over 8 KB make gRPC fail with an error about metadata instead."""
     error.message = _cut(error.message, 1000)
     error.traceback = _cut(error.traceback, 2000)
-    del error.types[8:], error.details[8:]
+    del error.types[8:], error.details[8:], error.notes[4:]
+    error.notes[:] = [_cut(note, 250) for note in error.notes]
 
 
 def _cut(text: str, length: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE, Daemon
 
 import gradwire as gw
+import gradwire_server as gws
 from gradwire._node import Node
 from gradwire._workers import RemoteWorker
 from gradwire.transport import LinkSettings
@@ -252,3 +254,59 @@ def test_large_calls_are_kept_back_while_too_many_bytes_are_in_flight(
         with pytest.raises(gw.DeadlineExceeded):
             worker.call("total", x, timeout=0.001)
         assert [future.result(60) for future in others] == [elements] * 30
+
+
+class Busy:
+    """A worker whose only thread is taken, and whose queue is full."""
+
+    def __init__(self) -> None:
+        self._runs, self._may_end = threading.Event(), threading.Event()
+
+    def occupy(self) -> None:
+        self._runs.set()
+        assert self._may_end.wait(DEADLINE)
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        with (
+            gws.Worker(self.occupy, name="busy", threads=1, max_queued_calls=1) as worker,
+            gw.connect(worker.address) as handle,
+        ):
+            calls = [handle.call_async("occupy")]
+            assert self._runs.wait(DEADLINE)
+            calls.append(handle.call_async("occupy"))
+            wait_for(lambda: handle.inspect().calls == 2, "both calls came")
+            try:
+                yield worker.address
+            finally:
+                self._may_end.set()
+                for call in calls:
+                    call.result(DEADLINE)
+
+
+def test_a_refusal_says_that_nothing_ran_and_may_be_tried_again() -> None:
+    with Busy().running() as address, gw.connect(address) as worker:
+        with pytest.raises(gw.ResourceExhausted) as caught:
+            worker.call("occupy", timeout=0.5)
+    assert caught.value.not_started
+    assert caught.value.retryable
+
+
+def test_a_refusal_further_on_does_not_make_a_function_run_twice() -> None:
+    runs = []
+
+    def relay(address: str) -> None:
+        runs.append(address)
+        gw.connect(address).call("occupy", timeout=0.5)
+
+    with (
+        Busy().running() as address,
+        gws.Worker(relay, name="relay") as worker,
+        gw.connect(worker.address) as handle,
+        pytest.raises(gw.ResourceExhausted) as caught,
+    ):
+        handle.call("relay", address, timeout=20)
+    assert len(runs) == 1
+    assert not caught.value.not_started, "relay has run"
+    assert caught.value.retryable
+    assert caught.value.worker == "busy"

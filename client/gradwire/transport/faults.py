@@ -25,11 +25,14 @@ _CODES: tuple[tuple[type[errors.GradwireError], link_pb2.Error.Code], ...] = (
     (errors.Unavailable, Code.CODE_UNAVAILABLE),
     (errors.MalformedMessage, Code.CODE_MALFORMED),
     (errors.Unencodable, Code.CODE_UNENCODABLE),
+    (errors.TypeMismatch, Code.CODE_TYPE_MISMATCH),
     (errors.InvalidDeviceMap, Code.CODE_INVALID_DEVICE_MAP),
     (errors.CodecUnavailable, Code.CODE_CODEC_UNAVAILABLE),
     (errors.Cancelled, Code.CODE_CANCELLED),
     (errors.DeadlineExceeded, Code.CODE_DEADLINE_EXCEEDED),
     (errors.ProtocolError, Code.CODE_PROTOCOL),
+    (errors.ConnectFailed, Code.CODE_CONNECT_FAILED),
+    (errors.LinkClosed, Code.CODE_LINK_CLOSED),
     (errors.LinkError, Code.CODE_WORKER_LOST),
     (errors.InternalError, Code.CODE_INTERNAL),
 )
@@ -43,6 +46,9 @@ _TYPES: dict[int, type[errors.GradwireError]] = {
 
 _MAX_TEXT = 64 * 1024
 """A message or traceback longer than this loses its middle: an error must never be too large to travel."""
+
+_MOST_NOTES, _MAX_NOTE = 16, 4096
+"""An error gets a note in each process that it passes."""
 
 
 _BECAME = ("made", "unknown", "failed")
@@ -68,8 +74,14 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
         for type_, code in _CODES:
             if isinstance(error, type_):
                 described = link_pb2.Error(
-                    code=code, message=_text(str(error)), worker=_text(error.worker or worker)
+                    code=code,
+                    message=_text(_told_by(error, worker)),
+                    worker=_text(error.worker or worker),
+                    notes=_notes(error),
+                    retryable=error.retryable,
                 )
+                if isinstance(error, errors.LinkClosed) and error.leaving:
+                    described.details.append("leaving")
                 if isinstance(error, errors.UnknownFunction):
                     described.details.extend(error.suggestions)
                 if isinstance(error, errors.StaleParameters):
@@ -81,7 +93,8 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
                     described.details.append(error.reason)
                 if isinstance(error, errors.ResourceExhausted):
                     described.retry_after_seconds = error.retry_after or 0.0
-                    described.not_started = error.not_started
+                    # What came from elsewhere was refused there. Here, whoever asked for it had started.
+                    described.not_started = error.not_started and not _is_relayed(error)
                 return described
     if isinstance(error, errors.RemoteError):
         # Raised further on and passed through here: its own type and traceback are what helps.
@@ -94,6 +107,7 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
             types=types,
             traceback=_text(trace),
             worker=_text(error.worker or worker),
+            notes=_notes(error),
         )
     return link_pb2.Error(
         code=Code.CODE_RAISED,
@@ -101,6 +115,7 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
         types=[_qualified(t) for t in type(error).__mro__ if t is not object],
         traceback=_text(_format(error)),
         worker=_text(worker),
+        notes=_notes(error),
     )
 
 
@@ -108,9 +123,17 @@ def rebuild(error: link_pb2.Error) -> errors.GradwireError:
     """The exception to raise for an error that arrived."""
     worker = error.worker or None
     if error.code == Code.CODE_RAISED:
-        return errors.RemoteError.from_remote(list(error.types), error.message, error.traceback, worker)
+        return errors.RemoteError.from_remote(
+            list(error.types), error.message, error.traceback, worker, error.notes
+        )
     type_ = _TYPES.get(error.code, errors.InternalError)
     rebuilt = type_(error.message, worker=worker)
+    rebuilt._retryable = error.retryable
+    vars(rebuilt)[_RELAYED] = True
+    for note in error.notes:
+        rebuilt.add_note(note)
+    if isinstance(rebuilt, errors.LinkClosed):
+        rebuilt.leaving = "leaving" in error.details
     if isinstance(rebuilt, errors.UnknownFunction):
         rebuilt.suggestions = tuple(error.details)
     if isinstance(rebuilt, errors.StaleParameters):
@@ -124,18 +147,44 @@ def rebuild(error: link_pb2.Error) -> errors.GradwireError:
         rebuilt.reason = next(iter(error.details), "")
     if isinstance(rebuilt, errors.ResourceExhausted):
         rebuilt.retry_after = error.retry_after_seconds or None
+        rebuilt.not_started = error.not_started
     return rebuilt
+
+
+_RELAYED = "_gradwire_came_from_elsewhere"
+
+
+def _is_relayed(error: errors.GradwireError) -> bool:
+    """Whether another process sent it here."""
+    return _RELAYED in vars(error)
+
+
+def _told_by(error: errors.GradwireError, worker: str) -> str:
+    """The message of an error. If this process cannot reach a third one, the message says who tried."""
+    is_of_another = isinstance(error, errors.LinkError) and error.worker not in (None, worker)
+    return f"on {worker}: {error}" if is_of_another and not _is_relayed(error) else str(error)
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What was noted on it, but for the traceback of a remote error, which travels itself."""
+    notes = getattr(error, "__notes__", None)
+    if not isinstance(notes, list):
+        return []
+    shown = getattr(error, "traceback_note", None) if isinstance(error, errors.RemoteError) else None
+    kept = [_text(str(note), _MAX_NOTE) for note in notes if note != shown]
+    half = _MOST_NOTES // 2
+    return kept if len(kept) <= _MOST_NOTES else [*kept[:half], *kept[-half:]]
 
 
 def _qualified(type_: type) -> str:
     return _text(f"{type_.__module__}.{type_.__qualname__}")
 
 
-def _text(text: str) -> str:
+def _text(text: str, most: int = _MAX_TEXT) -> str:
     """Text that protobuf takes, and not too much of it."""
-    if len(text) > _MAX_TEXT:
-        left_out = len(text) - _MAX_TEXT
-        half = _MAX_TEXT // 2
+    if len(text) > most:
+        left_out = len(text) - most
+        half = most // 2
         text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
     return text.encode("utf-8", "backslashreplace").decode()
 

@@ -95,7 +95,7 @@ class TypeRegistry:
         cls = self._types.get(name)
         if cls is None:
             raise LookupError(
-                f"no type {name!r} is known here; register the class with "
+                f"the receiving end knows no type {name!r}; register the class with "
                 f"gradwire.register_type(cls, name={name!r}) on a client, "
                 f"or expose it with @gradwire_server.expose on a worker"
             )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from gradwire.errors import MalformedMessage, WireError
+from gradwire.errors import MalformedMessage, TypeMismatch, WireError
 from gradwire.proto.v1 import tensor_pb2, value_pb2
 
 from .contents import Bytes
@@ -41,7 +41,8 @@ class Decoder:
     `requires_grad` says which did at the sender, `devices` where each was, and entries of `tensors` may be
     replaced before `value` is called. Memory of writable attachments is used without copying.
 
-    Raises MalformedMessage for everything that does not fit together.
+    Raises MalformedMessage for everything that does not fit together, and TypeMismatch for a dataclass, named
+    tuple or enum that is not known here, or with other fields.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Decoder:
         """The value of one message. `path` is what errors call it."""
         try:
             return self._value(message, 1)
-        except MalformedMessage as error:
-            raise MalformedMessage(f"{path}: {error}") from error.__cause__
+        except (MalformedMessage, TypeMismatch) as error:
+            raise type(error)(f"{path}: {error}") from error.__cause__
 
     def _value(self, message: value_pb2.Value, depth: int) -> Any:
         if depth > self._limits.max_depth:
@@ -189,14 +190,16 @@ class Decoder:
         if is_named_tuple(cls):
             names = cls._fields  # type: ignore[attr-defined]
             if set(names) != values.keys():
-                raise MalformedMessage(f"{message.type!r} has fields {list(names)}, {list(values)} came")
+                raise TypeMismatch(
+                    f"{message.type!r} has fields {list(names)} at the receiving end, {list(values)} came"
+                )
             return cls._make(values[name] for name in names)  # type: ignore[attr-defined]
         if issubclass(cls, enum.Enum):
-            raise MalformedMessage(f"{message.type!r} is an enum, a record came")
+            raise TypeMismatch(f"{message.type!r} is an enum at the receiving end, a record came")
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         unknown = values.keys() - fields.keys()
         if unknown:
-            raise MalformedMessage(f"{message.type!r} has no fields {sorted(unknown)}")
+            raise TypeMismatch(f"{message.type!r} has no fields {sorted(unknown)} at the receiving end")
         try:
             instance = cls(**{name: item for name, item in values.items() if fields[name].init})
             for name, item in values.items():
@@ -206,15 +209,16 @@ class Decoder:
             raise
         except Exception as error:
             # Whatever the class's own constructor thinks of what came.
-            raise MalformedMessage(
-                f"{message.type!r} cannot be made: {type(error).__name__}: {error}"
+            raise TypeMismatch(
+                f"{message.type!r} cannot be made of {list(values)} at the receiving end: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return instance
 
     def _enum_member(self, message: value_pb2.EnumMember, depth: int) -> enum.Enum:
         cls = self._type_of(message.type)
         if not issubclass(cls, enum.Enum):
-            raise MalformedMessage(f"{message.type!r} is no enum")
+            raise TypeMismatch(f"{message.type!r} is no enum at the receiving end")
         try:
             if issubclass(cls, enum.Flag):
                 flags = cls(0)
@@ -223,13 +227,15 @@ class Decoder:
                 return flags
             return cls[message.member]
         except (KeyError, ValueError) as error:
-            raise MalformedMessage(f"{message.type!r} has no member {message.member!r}") from error
+            raise TypeMismatch(
+                f"{message.type!r} has no member {message.member!r} at the receiving end"
+            ) from error
 
     def _type_of(self, name: str) -> type:
         try:
             return self._types.type_of(name)
         except LookupError as error:
-            raise MalformedMessage(str(error)) from None
+            raise TypeMismatch(str(error)) from None
 
     def _ref(self, message: value_pb2.RemoteRef, depth: int) -> object:
         if self._resolve_ref is None:

@@ -14,6 +14,7 @@ NOT_SENT = {
     # Families, of which members are raised.
     errors.GradwireError,
     errors.CallRefused,
+    errors.LinkError,
     errors.WireError,
     errors.RemoteError,
     # Raised where they happen and never sent as such.
@@ -26,17 +27,48 @@ ALL = [
     for _, type_ in inspect.getmembers(errors, inspect.isclass)
     if issubclass(type_, errors.GradwireError) and type_ not in NOT_SENT
 ]
-FURTHER_ON = (errors.LinkError, errors.ConnectFailed, errors.LinkClosed)
 
 
 @pytest.mark.parametrize("type_", ALL)
 def test_every_error_keeps_its_type_message_and_worker(type_: type[errors.GradwireError]) -> None:
-    rebuilt = faults.rebuild(faults.describe(type_("the message", worker="w (h:1)"), "here"))
-    # A worker that the other end cannot reach is lost, to us, too.
-    expected = errors.WorkerLost if type_ in FURTHER_ON else type_
-    assert type(rebuilt) is expected
-    assert str(rebuilt) == "the message"
+    error = type_("the message", worker="w (h:1)")
+    error.add_note("a note")
+    rebuilt = faults.rebuild(faults.describe(error, "here"))
+    assert type(rebuilt) is type_
+    # Of a process that the other end cannot reach, the other end says so.
+    assert str(rebuilt) == ("on here: the message" if issubclass(type_, errors.LinkError) else "the message")
     assert rebuilt.worker == "w (h:1)"
+    assert rebuilt.retryable == error.retryable
+    assert rebuilt.__notes__ == ["a note"]
+
+
+RETRYABLE = (errors.ConnectFailed, errors.WorkerLost, errors.Unavailable, errors.StaleParameters)
+
+
+@pytest.mark.parametrize("type_", [*ALL, errors.RemoteError, errors.CheckpointError])
+def test_what_may_work_if_it_is_done_again_says_so(type_: type[errors.GradwireError]) -> None:
+    assert type_().retryable == (type_ in RETRYABLE)
+
+
+@pytest.mark.parametrize("reason", ["busy", "lost", "missing", "nonfinite", "error"])
+def test_a_step_may_be_made_again_if_only_others_were_in_the_way(reason: str) -> None:
+    refused = errors.StepRefused()
+    refused.reason = reason
+    assert faults.rebuild(faults.describe(refused, "w")).retryable == (reason in ("busy", "lost"))
+
+
+def test_a_link_that_was_closed_may_be_opened_again_if_the_other_process_goes() -> None:
+    closed = errors.LinkClosed()
+    closed.leaving = True
+    rebuilt = faults.rebuild(faults.describe(closed, "w"))
+    assert isinstance(rebuilt, errors.LinkClosed)
+    assert rebuilt.leaving
+    assert rebuilt.retryable
+
+
+def test_what_a_function_raises_is_not_retryable_whatever_it_is() -> None:
+    for error in (ConnectionError("no"), TimeoutError("late"), errors.RemoteError("relayed")):
+        assert not faults.rebuild(faults.describe(error, "w")).retryable
 
 
 def test_suggestions_and_retry_hints_travel() -> None:
@@ -46,6 +78,40 @@ def test_suggestions_and_retry_hints_travel() -> None:
     exhausted.retry_after = 2.5
     assert faults.rebuild(faults.describe(unknown, "w")).suggestions == ("encode", "decode")  # type: ignore[attr-defined]
     assert faults.rebuild(faults.describe(exhausted, "w")).retry_after == 2.5  # type: ignore[attr-defined]
+
+
+def test_a_refusal_from_further_on_is_no_longer_one_before_anything_ran() -> None:
+    refusal = errors.ResourceExhausted("full")
+    refusal.retry_after, refusal.not_started = 0.5, True
+    direct = faults.rebuild(faults.describe(refusal, "w"))
+    assert isinstance(direct, errors.ResourceExhausted)
+    assert direct.not_started
+    assert direct.retryable
+    relayed = faults.rebuild(faults.describe(direct.again(), "v"))
+    assert isinstance(relayed, errors.ResourceExhausted)
+    assert not relayed.not_started, "v's own function ran: asking v again would run it twice"
+    assert relayed.retry_after == 0.5
+    assert relayed.retryable
+
+
+def test_notes_travel_any_number_of_hops_in_their_order() -> None:
+    error: BaseException = ValueError("it failed")
+    error.add_note("first")
+    for hop in range(3):
+        error = faults.rebuild(faults.describe(error, f"w{hop}"))
+        error.add_note(f"while calling w{hop}")
+    assert isinstance(error, errors.RemoteError)
+    notes = [note for note in error.__notes__ if "Traceback of the worker" not in note]
+    assert notes == ["first", "while calling w0", "while calling w1", "while calling w2"]
+    assert sum("Traceback of the worker" in note for note in error.__notes__) == 1
+
+
+def test_notes_of_an_error_that_is_raised_again_are_its_own() -> None:
+    error = errors.WorkerLost("gone")
+    error.add_note("a")
+    again = error.again()
+    again.add_note("b")
+    assert error.__notes__ == ["a"]
 
 
 class Strange(ValueError):
@@ -85,6 +151,13 @@ def test_an_error_is_never_too_large_to_travel() -> None:
     described = faults.describe(ValueError("x" * 10_000_000), "worker")
     assert described.ByteSize() < 300_000
     assert "characters left out" in described.message
+    noted = ValueError("x")
+    for index in range(1000):
+        noted.add_note(f"{index} " + 100_000 * "y")
+    described = faults.describe(noted, "worker")
+    assert described.ByteSize() < 300_000
+    assert described.notes[0].startswith("0 ")
+    assert described.notes[-1].startswith("999 ")
 
 
 def test_an_unknown_code_is_an_internal_error() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.wire.support import bits, encode
 
-from gradwire.errors import MalformedMessage
+from gradwire.errors import MalformedMessage, TypeMismatch
 from gradwire.proto.v1 import tensor_pb2, value_pb2
 from gradwire.wire import Decoder, Encoder, Limits
 
@@ -246,8 +246,6 @@ BAD_VALUES = {
         dict=value_pb2.Dict(entries=[value_pb2.Dict.Entry(key=ONE)])
     ),
     "a slice without parts": value_pb2.Value(slice=value_pb2.Slice()),
-    "an unknown type": value_pb2.Value(record=value_pb2.Record(type="os.system")),
-    "an unknown enum": value_pb2.Value(enum_member=value_pb2.EnumMember(type="X", member="Y")),
     "an array of objects": array(dtype="|O8", shape=[6]),
     "an array of records": array(dtype="i4,f4", shape=[6]),
     "an array of no dtype": array(dtype="", shape=[6]),
@@ -267,6 +265,18 @@ def test_a_value_is_refused_with(value):
     decoder = Decoder(table_of(strided([12])))
     with pytest.raises(MalformedMessage, match=r"^args\[0\]: "):
         decoder.value(value, "args[0]")
+
+
+UNKNOWN_TYPES = {
+    "a record": value_pb2.Value(record=value_pb2.Record(type="os.system")),
+    "an enum": value_pb2.Value(enum_member=value_pb2.EnumMember(type="X", member="Y")),
+}
+
+
+@pytest.mark.parametrize("value", UNKNOWN_TYPES.values(), ids=UNKNOWN_TYPES)
+def test_a_value_of_an_unknown_type_is_a_mismatch_and_no_nonsense(value):
+    with pytest.raises(TypeMismatch, match=r"^args\[0\]: the receiving end knows no type"):
+        Decoder(table_of(strided([12]))).value(value, "args[0]")
 
 
 @pytest.fixture(scope="module")
@@ -336,5 +346,5 @@ def test_random_mutations_of_valid_messages_raise_nothing_else(samples, data):
         )
         touch(decoder.value(value_pb2.Value.FromString(bytes(mutated[0]))))
         touch(decoder.tensors)
-    except (MalformedMessage, DecodeError):
+    except (MalformedMessage, TypeMismatch, DecodeError):
         pass

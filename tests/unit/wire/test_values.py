@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.wire.support import MODES, decode, encode, round_trip
 
-from gradwire.errors import MalformedMessage, Unencodable
+from gradwire.errors import MalformedMessage, TypeMismatch, Unencodable
 from gradwire.proto.v1 import autograd_pb2, tensor_pb2, value_pb2
 from gradwire.wire import MAX_DEPTH, Decoder, Encoder, TypeRegistry, register_type
 
@@ -196,7 +196,7 @@ def test_a_closed_registry_takes_only_what_was_registered():
     types.register(Point, name="geometry.Point")
     assert types.name_of(Point) == "geometry.Point"
     assert round_trip(Point(1.0), types=types) == Point(1.0)
-    with pytest.raises(MalformedMessage, match=r"'geometry\.Point'.*register_type"):
+    with pytest.raises(TypeMismatch, match=r"'geometry\.Point'.*register_type"):
         decode(*encode(Point(1.0), types=types), types=TypeRegistry())
 
 
@@ -234,7 +234,7 @@ def test_register_is_also_a_decorator_and_refuses_other_classes():
         types.register(Forgetful)
 
 
-def test_what_a_constructor_raises_is_a_malformed_message():
+def test_what_a_constructor_refuses_is_a_mismatch_of_types():
     types = TypeRegistry()
 
     @types.register(name="Picky")
@@ -250,13 +250,13 @@ def test_what_a_constructor_raises_is_a_malformed_message():
     message.record.type = "Picky"
     message.record.fields.add(name="x").value.integer = -1
     decoder = Decoder(tensor_pb2.TensorTable(), types=types)
-    with pytest.raises(MalformedMessage, match="'Picky' cannot be made: RuntimeError: no"):
+    with pytest.raises(TypeMismatch, match=r"'Picky' cannot be made of \['x'\].*: RuntimeError: no"):
         decoder.value(message)
     del message.record.fields[:]
-    with pytest.raises(MalformedMessage, match="missing 1 required"):
+    with pytest.raises(TypeMismatch, match="missing 1 required"):
         decoder.value(message)
     message.record.fields.add(name="__class__").value.integer = 1
-    with pytest.raises(MalformedMessage, match="no fields"):
+    with pytest.raises(TypeMismatch, match="no fields"):
         decoder.value(message)
 
 

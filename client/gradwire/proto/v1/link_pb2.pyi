@@ -214,7 +214,7 @@ class Goodbye(_message.Message):
     def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ..., leaving: bool = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message", "types", "traceback", "worker", "details", "retry_after_seconds", "not_started")
+    __slots__ = ("code", "message", "types", "traceback", "worker", "details", "retry_after_seconds", "not_started", "notes", "retryable")
     class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CODE_UNSPECIFIED: _ClassVar[Error.Code]
@@ -237,6 +237,9 @@ class Error(_message.Message):
         CODE_ALREADY_EXISTS: _ClassVar[Error.Code]
         CODE_STEP_REFUSED: _ClassVar[Error.Code]
         CODE_STEP_TORN: _ClassVar[Error.Code]
+        CODE_CONNECT_FAILED: _ClassVar[Error.Code]
+        CODE_LINK_CLOSED: _ClassVar[Error.Code]
+        CODE_TYPE_MISMATCH: _ClassVar[Error.Code]
         CODE_CODEC_UNAVAILABLE: _ClassVar[Error.Code]
     CODE_UNSPECIFIED: Error.Code
     CODE_RAISED: Error.Code
@@ -258,6 +261,9 @@ class Error(_message.Message):
     CODE_ALREADY_EXISTS: Error.Code
     CODE_STEP_REFUSED: Error.Code
     CODE_STEP_TORN: Error.Code
+    CODE_CONNECT_FAILED: Error.Code
+    CODE_LINK_CLOSED: Error.Code
+    CODE_TYPE_MISMATCH: Error.Code
     CODE_CODEC_UNAVAILABLE: Error.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +273,8 @@ class Error(_message.Message):
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NOT_STARTED_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     code: Error.Code
     message: str
     types: _containers.RepeatedScalarFieldContainer[str]
@@ -275,4 +283,6 @@ class Error(_message.Message):
     details: _containers.RepeatedScalarFieldContainer[str]
     retry_after_seconds: float
     not_started: bool
-    def __init__(self, code: _Optional[_Union[Error.Code, str]] = ..., message: _Optional[str] = ..., types: _Optional[_Iterable[str]] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., details: _Optional[_Iterable[str]] = ..., retry_after_seconds: _Optional[float] = ..., not_started: bool = ...) -> None: ...
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    retryable: bool
+    def __init__(self, code: _Optional[_Union[Error.Code, str]] = ..., message: _Optional[str] = ..., types: _Optional[_Iterable[str]] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., details: _Optional[_Iterable[str]] = ..., retry_after_seconds: _Optional[float] = ..., not_started: bool = ..., notes: _Optional[_Iterable[str]] = ..., retryable: bool = ...) -> None: ...
