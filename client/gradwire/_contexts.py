@@ -21,12 +21,15 @@ class Context:
     """Gradients of one pass, apart from all others and from `.grad`.
 
     ``with gw.context() as ctx:`` opens one; calls made inside belong to it, on every worker. Leaving it
-    lets go of everything that it holds, everywhere.
+    lets go of everything that it holds, everywhere. One that `gw.current_context` gave is somebody else's:
+    calls made in a ``with`` block of it belong to it, and leaving the block ends nothing.
     """
 
-    def __init__(self, node: Node, id: ContextId) -> None:
+    def __init__(self, node: Node, id: ContextId, *, is_own: bool) -> None:
+        """`is_own`: it ends when the block that entered it first is left."""
         self._node = node
         self._id = id
+        self._is_own = is_own
         self._entered: list[Token[Scope]] = []
 
     @property
@@ -96,7 +99,8 @@ class Context:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         leave(self._entered.pop())
-        self._node.participant.end_context(self._id)
+        if self._is_own and not self._entered:
+            self._node.participant.end_context(self._id)
 
     def __repr__(self) -> str:
         return f"<gradwire context {self._id}>"
@@ -113,10 +117,10 @@ def context() -> Context:
     tensor([3., 3.]) None
     """
     node = current_node()
-    return Context(node, ContextId(node.identity.node, node.participant.new_id().number))
+    return Context(node, ContextId(node.identity.node, node.participant.new_id().number), is_own=True)
 
 
 def current_context() -> Context:
     """The context that calls are made in: that of the caller in a served function, else the one that was
     entered last, else the ambient one of this process."""
-    return Context(current_node(), current_context_id())
+    return Context(current_node(), current_context_id(), is_own=False)

@@ -34,11 +34,11 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Scope:
     """The surroundings of the code that runs now. Empty outside served functions.
 
-    Others see the same object: to change something for a block, enter a copy.
+    Others see the same object, so it is never changed: to change something for a block, enter a copy.
     """
 
     node: Node | None = None
@@ -53,7 +53,7 @@ class Scope:
     """Of calls that are made; None for what the handle to a worker says."""
 
 
-_scope: ContextVar[Scope] = ContextVar("gradwire_scope", default=Scope())  # noqa: B039 - nobody changes it
+_scope: ContextVar[Scope] = ContextVar("gradwire_scope", default=Scope())  # noqa: B039 - frozen
 
 
 def current_scope() -> Scope:

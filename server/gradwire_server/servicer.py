@@ -6,13 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from gradwire import __version__, wire
 from gradwire._node import Node
-from gradwire._scope import current_scope
+from gradwire._scope import current_scope, entered
 from gradwire.autograd import ContextId, applied_modes, message_ids, message_protos, nbytes
 from gradwire.errors import MalformedMessage, Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
@@ -65,8 +66,8 @@ class Servicer:
         if request.released:
             participant.store.release(message_ids(request.released))
         context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
-        current_scope().context = context  # it was made for this question
-        with applied_modes(request.modes), participant.store.in_use(context):
+        scope = replace(current_scope(), context=context)
+        with entered(scope), applied_modes(request.modes), participant.store.in_use(context):
             encoder, reply, refs = self._runner.run(request, exchange, context)
             table, attachments = encoder.finish()
         reply.tensors.CopyFrom(table)

@@ -15,6 +15,7 @@ from tests.autograd.comparing import Both, assert_close
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire._scope import current_scope
 
 Leaf = Callable[..., torch.Tensor]
 
@@ -218,3 +219,57 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, "it did not come to hold"
         time.sleep(0.005)
+
+
+class Weighted:
+    """Served functions that enter the context that they are called in."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(3, requires_grad=True)
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        with gw.current_context():
+            return self.weight * x
+
+    def gradient(self) -> torch.Tensor | None:
+        with gw.current_context() as context:
+            return context.gradients().get(self.weight)
+
+
+def test_a_served_function_that_enters_its_callers_context_does_not_end_it() -> None:
+    weighted = Weighted()
+    x = torch.full((3,), 2.0, requires_grad=True)
+    with gws.Worker(weighted.scale, weighted.gradient) as served, gw.connect(served.address) as worker:
+        with gw.context() as context:
+            for passes in (1, 2, 3):
+                context.backward(worker.scale(x).sum())
+                assert_close(worker.gradient(), torch.full((3,), 2.0 * passes), "weight")
+            assert_close(context.gradients()[x], torch.full((3,), 3.0), "x")
+        # With plain backward, too, where the context is the ambient one of this process.
+        for passes in (1, 2, 3):
+            worker.scale(x).sum().backward()
+            assert_close(worker.gradient(), torch.full((3,), 2.0 * passes), "weight")
+
+
+def test_a_context_that_is_entered_again_ends_with_the_outermost_block() -> None:
+    weighted = Weighted()
+    x = torch.full((3,), 2.0, requires_grad=True)
+    with gws.Worker(weighted.scale, weighted.gradient) as served, gw.connect(served.address) as worker:
+        with gw.context() as context:
+            context.backward(worker.scale(x).sum())
+            with context:
+                assert_close(worker.gradient(), torch.full((3,), 2.0), "weight")
+            with gw.current_context() as same:
+                assert same.id == context.id
+            assert_close(worker.gradient(), torch.full((3,), 2.0), "weight")
+            assert_close(context.gradients()[x], torch.ones(3), "x")
+        assert context.gradients() == {}
+        with gw.current_context():  # the ambient one
+            worker.scale(x).sum().backward()
+        assert_close(worker.gradient(), torch.full((3,), 2.0), "weight")
+
+
+def test_a_scope_is_never_changed() -> None:
+    scope = current_scope()
+    with pytest.raises(AttributeError):
+        scope.context = None  # type: ignore[misc]
