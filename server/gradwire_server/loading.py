@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from gradwire_server.errors import LoadFailed, NothingExposed
-from gradwire_server.registry import Instance, expose, exposed_in
+from gradwire_server.registry import Instance, expose_for, exposed_in
 
 __all__ = ["load", "load_all", "load_instance", "use_working_directory"]
 
@@ -63,7 +63,7 @@ def load(spec: str) -> object:
     if not any(served is value for _, value in exposed_in(module)):
         # It is called what the user called it: lambdas and instances have no name of their own.
         try:
-            expose(served, name=path.rpartition(".")[2])
+            expose_for(module.__name__, served, path.rpartition(".")[2])
         except ValueError as error:
             raise LoadFailed(f"'{spec}': {error}") from error
     return served

@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import enum
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, TypeVar, overload
@@ -19,7 +20,7 @@ from gradwire.proto.v1 import describe_pb2
 from gradwire.wire import TypeRegistry
 from gradwire_server.errors import NothingExposed
 
-__all__ = ["Instance", "Registry", "Served", "expose", "exposed_in", "method_names"]
+__all__ = ["Instance", "Registry", "Served", "expose", "expose_for", "exposed_in", "method_names"]
 
 _MOST_FITTING = 100
 """Ways of calling a function that are remembered."""
@@ -52,7 +53,8 @@ def _check_name(name: str) -> None:
 
 
 _exposed: dict[int, _Exposed] = {}
-"""By identity: instances need not be hashable, and a subclass of an exposed class is not exposed itself."""
+"""By identity: instances need not be hashable, and a subclass of an exposed class is not exposed itself. In
+the order in which they were exposed."""
 
 
 @overload
@@ -71,30 +73,69 @@ def expose(value: Any = None, /, *, name: str | None = None) -> Any:
     ...     return x / 2
 
     An object that is neither function nor class needs a `name`: ``gws.expose(encoder, name="encoder")``.
+
+    What is defined anew, in a notebook's cell that is run again or by `importlib.reload`, takes the place of
+    what it was. A worker that runs goes on with what it was made with.
     """
     module = sys._getframe(1).f_globals.get("__name__", "")
     if value is None:
-        return lambda decorated: _expose(decorated, name, module)
-    return _expose(value, name, module)
+        return lambda decorated: expose_for(module, decorated, name)
+    return expose_for(module, value, name)
 
 
-def _expose(value: T, name: str | None, module: str) -> T:
+def expose_for(module: str, value: T, name: str | None = None) -> T:
+    """Exposes something as if the module did."""
     name = name or getattr(value, "__name__", None)
     if name is None:
         raise TypeError(f"a {type(value).__name__} is exposed under a name: expose(obj, name=...)")
     _check_name(name)
-    _exposed[id(value)] = _Exposed(value, name, module)
+    _exposed.pop(id(value), None)
+    _exposed[id(value)] = entry = _Exposed(value, name, module)
+    if not _has_source(value):
+        # Classes and functions are small, and others may have imported them. A model is not, and is let go.
+        for old in [old for old in _exposed.values() if old is not entry and _is_redefinition(entry, old)]:
+            del _exposed[id(old.value)]
     return value
+
+
+def _is_redefinition(new: _Exposed, old: _Exposed) -> bool:
+    """Whether one thing is the other, defined anew: by the same module, by the same name in its source."""
+    return (
+        new.name == old.name and new.module == old.module and _definition(new.value) == _definition(old.value)
+    )
+
+
+def _definition(value: object) -> tuple[str, str]:
+    """Where the source of a function or class is, or of the class of an object."""
+    where: Any = value if _has_source(value) else type(value)
+    return where.__module__, where.__qualname__
+
+
+def _has_source(value: object) -> bool:
+    """Whether it is a function or a class, and no object that such a one made."""
+    return inspect.isclass(value) or inspect.isroutine(value)
+
+
+def _age(value: object) -> int:
+    """The later something was exposed the larger; what was not exposed, but named to be served, is latest."""
+    return next((age for age, id_ in enumerate(_exposed) if id_ == id(value)), len(_exposed))
+
+
+def _newest(entries: Iterable[_Exposed]) -> Iterator[_Exposed]:
+    """Things that were exposed, in that order, without those that were defined anew later."""
+    kept: dict[str, list[_Exposed]] = {}
+    for entry in entries:
+        of_that_name = kept.setdefault(entry.name, [])
+        of_that_name[:] = [other for other in of_that_name if not _is_redefinition(entry, other)]
+        of_that_name.append(entry)
+    return itertools.chain.from_iterable(kept.values())
 
 
 def exposed_in(module: ModuleType) -> list[tuple[str, object]]:
     """What a module exposes, and what it imported that was exposed elsewhere."""
-    found = {id(entry.value): entry for entry in _exposed.values() if entry.module == module.__name__}
-    for value in vars(module).values():
-        entry = _exposed.get(id(value))
-        if entry is not None and entry.value is value:
-            found.setdefault(id(value), entry)
-    return sorted(((entry.name, entry.value) for entry in found.values()), key=lambda pair: pair[0])
+    imported = {id(value) for value in vars(module).values()}
+    found = [entry for id, entry in _exposed.items() if entry.module == module.__name__ or id in imported]
+    return sorted(((entry.name, entry.value) for entry in _newest(found)), key=lambda pair: pair[0])
 
 
 class Served:
@@ -146,6 +187,8 @@ class Registry:
 
     def __init__(self, served: Iterable[object] = ()) -> None:
         self._served: dict[str, Served] = {}
+        self._exposed: dict[str, object] = {}
+        """What is served, as it was exposed."""
         self.types = TypeRegistry(open=False)
         self._type_names: list[tuple[str, type]] = []
         self._classes: set[type] = set()
@@ -170,18 +213,24 @@ class Registry:
                 self.add(name, one)
 
     def add(self, name: str, value: object) -> None:
-        """Serves something under a name. A second thing of the same name is an error."""
+        """Serves something under a name. A second thing of the same name is an error, unless one is the other
+        defined anew: then the newer is served."""
         if isinstance(value, type) and (
             dataclasses.is_dataclass(value)
             or issubclass(value, enum.Enum)
             or (issubclass(value, tuple) and hasattr(value, "_fields"))
         ):
             self.types.register(value, name)
+            self._type_names = [known for known in self._type_names if known[0] != name]
             self._type_names.append((name, value))
             return
-        known = self._served.get(name)
-        if known is not None and known.value is not value:
-            raise ValueError(f"two different things are exposed as {name!r}; give one another name=")
+        known = self._exposed.get(name, value)
+        if known is not value:
+            if not _has_source(value) or _definition(known) != _definition(value):
+                raise ValueError(f"two different things are exposed as {name!r}; give one another name=")
+            if _age(value) < _age(known):
+                return
+        self._exposed[name] = value
         if inspect.isclass(value):
             self._classes.add(value)
         elif not inspect.isroutine(value):
