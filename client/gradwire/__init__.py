@@ -6,7 +6,7 @@
 """
 
 from gradwire import errors, nn, optim
-from gradwire._calls import CallFuture
+from gradwire._calls import CallFuture, Keywords
 from gradwire._checkpoints import LoadedKeys, load, save
 from gradwire._compression import Compression, compression
 from gradwire._contexts import Context, context, current_context
@@ -37,6 +37,7 @@ __all__ = [
     "FunctionInfo",
     "GradcheckReport",
     "GradcheckRow",
+    "Keywords",
     "LoadedKeys",
     "RemoteFunction",
     "RemoteRef",

@@ -19,7 +19,39 @@ from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
 from gradwire.transport import Link, Pending, Received
 
-__all__ = ["CallFuture", "start_call"]
+__all__ = ["CallFuture", "Keywords", "start_call"]
+
+
+class Keywords:
+    """Keyword arguments of a call that go to the function in any case. The last positional argument.
+
+    ``call`` takes a `timeout` itself, and ``create`` a `name`: a function or class that has parameters of
+    such names gets them so::
+
+        worker.create("Speaker", gw.Keywords(name="Ada"), name="speaker")
+
+    The short form ``worker.function(timeout=3)`` has nothing of its own, and passes all keywords on.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, /, **keywords: object) -> None:
+        self._values = keywords
+
+    def __repr__(self) -> str:
+        return f"Keywords({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+def _with_keywords(
+    args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[Sequence[object], Mapping[str, object]]:
+    """Arguments as they are sent, those that came as Keywords among the keyword arguments."""
+    if not args or not isinstance(args[-1], Keywords):
+        return args, kwargs
+    more = args[-1]._values
+    if twice := sorted(more.keys() & kwargs.keys()):
+        raise TypeError(f"keyword arguments that are given twice, also in gw.Keywords: {', '.join(twice)}")
+    return args[:-1], {**kwargs, **more}
 
 
 class CallFuture(Pending):
@@ -112,6 +144,7 @@ def start_call(
     resolve_ref: Callable[[value_pb2.RemoteRef], object] | None = None,
 ) -> CallFuture:
     """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
+    args, kwargs = _with_keywords(args, kwargs)
     left = time_left(None)
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))

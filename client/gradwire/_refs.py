@@ -70,7 +70,7 @@ class RemoteRef:
         self._worker.call("gradwire.delete", *self._id, self._message.name)
         self._releases = None
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return _calls.wait(
             self._worker._start("__call__", args, kwargs, target=self._message),
             f"{self.class_name} on {self._worker.target}",
@@ -112,7 +112,7 @@ class RemoteMethod:
         self._ref = ref
         self.__name__ = name
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return _calls.wait(
             self._ref._worker._start(self.__name__, args, kwargs, target=self._ref._message),
             f"{self._ref.class_name}.{self.__name__} on {self._ref._worker.target}",

@@ -76,7 +76,8 @@ class RemoteWorker:
         """Calls a function and returns its result.
 
         `timeout` in seconds bounds the whole call, and whatever it calls in turn. Raises
-        `DeadlineExceeded` when it runs out, and a `RemoteError` if the function raised.
+        `DeadlineExceeded` when it runs out, and a `RemoteError` if the function raised. A function that has a
+        parameter of that name itself gets it with `gw.Keywords`.
         """
         # Without a name for the future: an error's traceback would have it.
         return _calls.wait(
@@ -139,6 +140,8 @@ class RemoteWorker:
 
         `stale` says what happens to a backward whose parameters were stepped after the forward: "error"
         (raises `StaleParameters`) or "allow" (goes on with the new ones, for asynchronous training).
+
+        A class that has parameters called `name` or `stale` itself gets them with `gw.Keywords`.
         """
         if stale not in ("error", "allow"):
             raise ValueError(f'stale is "error" or "allow", not {stale!r}')
@@ -270,7 +273,7 @@ class RemoteFunction:
         self._worker = worker
         self.__name__ = self.__qualname__ = name
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return _calls.wait(
             self._worker._start(self.__name__, args, kwargs), f"{self.__name__} on {self._worker.target}"
         )
@@ -376,7 +379,9 @@ def _check_address(target: str) -> None:
         return  # gRPC's own forms
     host, _, port = target.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConnectFailed(f"{target!r} is no address: HOST:PORT or unix:PATH", worker=target)
+        error = ConnectFailed(f"{target!r} is no address: HOST:PORT or unix:PATH", worker=target)
+        error._retryable = False
+        raise error
 
 
 def caller() -> RemoteWorker:

@@ -42,7 +42,8 @@ class RemoteModule(torch.nn.Module):
         self.ref = ref
         # Not of this module, but of the ref: a circle would keep the worker's module until Python looks
         # for circles.
-        self._parameters["remote"] = RemoteParameters(ref)
+        # Under a name that is no attribute, since every attribute might be a method of the class.
+        self._parameters["<remote>"] = RemoteParameters(ref)
 
     @property
     def worker(self) -> RemoteWorker:
@@ -160,7 +161,13 @@ class RemoteModule(torch.nn.Module):
             ref = self.__dict__.get("ref")
             if ref is not None and name in ref._message.methods:
                 return getattr(ref, name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            ref = self.__dict__.get("ref")
+            if ref is None or name.startswith("_"):
+                raise
+            raise AttributeError(f"{ref.class_name} on {ref.worker.target} has no method {name!r}") from None
 
     def __dir__(self) -> list[str]:
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]

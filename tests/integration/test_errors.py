@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import traceback
 from collections.abc import Iterator
 
 import pytest
+import torch
 from tests.conftest import Workers
 
 import gradwire as gw
@@ -50,6 +53,8 @@ def test_the_remote_traceback_is_shown_with_the_error(worker: gw.RemoteWorker) -
         f"while calling fail_with_cause on {worker.target}",
     ):
         assert text in shown
+    assert caught.value.__notes__[0] == "a note from afar"
+    assert shown.count("a note from afar") == 1
     # The worker's own machinery is not what the user wants to read about.
     assert "servicer.py" not in caught.value.remote_traceback
 
@@ -92,7 +97,7 @@ def test_an_unknown_function_is_refused_with_suggestions(worker: gw.RemoteWorker
 
 
 def test_a_function_unlike_any_other_is_refused_with_what_there_is(worker: gw.RemoteWorker) -> None:
-    with pytest.raises(gw.UnknownFunction, match="it serves: add, add_async"):
+    with pytest.raises(gw.UnknownFunction, match="it serves: Named, .*add, add_async"):
         worker.call("zzzzzzzzzzzz")
 
 
@@ -127,5 +132,99 @@ def test_an_error_text_that_is_no_unicode_arrives(worker: gw.RemoteWorker) -> No
 
 
 def test_a_worker_that_cannot_be_reached_further_on_is_named(worker: gw.RemoteWorker) -> None:
-    with pytest.raises(gw.LinkError, match=r"no gradwire worker answered at 127\.0\.0\.1:1"):
+    with pytest.raises(
+        gw.ConnectFailed, match=r"^on a: no gradwire worker answered at 127\.0\.0\.1:1"
+    ) as caught:
         worker.call_nowhere()
+    assert caught.value.worker == "127.0.0.1:1"
+    assert caught.value.retryable
+
+
+def test_a_worker_that_cannot_be_reached_far_further_on_is_told_by_who_tried(workers: Workers) -> None:
+    with gw.connect(workers.a) as worker, pytest.raises(gw.ConnectFailed) as caught:
+        worker.call_on(workers.b, "call_nowhere")
+    assert str(caught.value).startswith("on b: no gradwire worker answered at 127.0.0.1:1")
+    assert caught.value.__notes__ == [
+        f"while calling call_nowhere on {workers.b}",
+        f"while calling call_on on {workers.a}",
+    ]
+
+
+def test_a_handle_that_a_function_closed_itself_is_no_lost_worker(workers: Workers) -> None:
+    with (
+        gw.connect(workers.a) as worker,
+        pytest.raises(gw.LinkClosed, match="^on a: this handle to") as caught,
+    ):
+        worker.use_closed(workers.b)
+    assert not caught.value.retryable
+
+
+@dataclasses.dataclass
+class NotExposed:
+    x: int
+
+
+class NotExposedEither(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize("value", [NotExposed(1), NotExposedEither.RED])
+def test_a_type_that_the_worker_does_not_know_is_a_type_error_that_says_what_to_do(
+    worker: gw.RemoteWorker, value: object
+) -> None:
+    name = type(value).__qualname__
+    with pytest.raises(
+        TypeError, match=rf"knows no type '{name}'.*expose it with @gradwire_server\.expose"
+    ) as caught:
+        worker.echo([value])
+    assert type(caught.value) is gw.TypeMismatch
+    assert caught.value.worker == "a"
+    assert str(caught.value).startswith("args[0]: ")
+    assert not caught.value.retryable
+
+
+def test_parameters_that_are_called_as_gradwires_own_get_what_is_meant_for_them(
+    worker: gw.RemoteWorker,
+) -> None:
+    given = {"timeout": 5.0, "name": "n", "stale": "s", "self": 7}
+    expected = (5.0, "n", "s", 7)
+    assert worker.own_timeout(**given) == expected
+    assert worker.call("own_timeout", gw.Keywords(**given)) == expected
+    assert worker.call("own_timeout", gw.Keywords(**given), timeout=30) == expected
+    assert worker.call_async("own_timeout", gw.Keywords(**given), timeout=30).result() == expected
+    assert worker.remote("own_timeout", gw.Keywords(**given), timeout=30).fetch() == expected
+    assert worker.call("own_timeout", 5.0, gw.Keywords(name="n"), stale="s", self=7) == expected
+    # The pleasant form means gradwire's own.
+    assert worker.call("own_timeout", timeout=30.0) == (0.0, "", "", 0)
+
+
+def test_a_class_may_have_parameters_that_are_called_as_gradwires_own(worker: gw.RemoteWorker) -> None:
+    made = worker.create("Named", gw.Keywords(name="Ada", stale="bread", timeout=1.0), name="named one")
+    try:
+        assert made.name == "named one"
+        assert made.given() == ("Ada", "bread", 1.0)
+        assert made.wait(timeout=2.0) == 2.0
+        assert made.call("wait", gw.Keywords(timeout=3.0), timeout=30) == 3.0
+        assert made.call_async("wait", gw.Keywords(timeout=4.0)).result() == 4.0
+    finally:
+        made.delete()
+
+
+def test_keywords_that_come_twice_or_elsewhere_are_refused(worker: gw.RemoteWorker) -> None:
+    with pytest.raises(TypeError, match="given twice.*: scale"):
+        worker.call("add", 1, gw.Keywords(scale=2), scale=3)
+    with pytest.raises(TypeError, match=r"args\[0\]"):
+        worker.call("add", gw.Keywords(scale=2), 1)
+
+
+def test_a_module_has_the_methods_of_its_class_and_says_so_of_others(worker: gw.RemoteWorker) -> None:
+    plain = worker.create("Plain")
+    with pytest.raises(AttributeError, match=rf"Plain on {worker.target} has no method 'remote'"):
+        plain.remote(3)
+    with pytest.raises(AttributeError, match="has no method 'frobnicate'"):
+        plain.frobnicate()
+    assert not hasattr(plain, "remote")
+    assert worker.create("WithRemote").remote(3) == 3
+    # What stands for the parameters is still found as torch finds those of a local module.
+    ((name, parameter),) = torch.nn.Sequential(plain).named_parameters()
+    assert torch.nn.Sequential(plain).get_parameter(name) is parameter

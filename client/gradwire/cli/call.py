@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.pretty import Pretty
 
+import gradwire
 from gradwire.cli.common import ConnectTimeout, Json, Target, connected, output, write_json
 from gradwire.cli.values import parse_arguments, to_json
 
@@ -45,7 +46,7 @@ def call(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with connected(target, connect_timeout) as worker:
-        result = worker.call(name, *args, timeout=timeout, **kwargs)
+        result = worker.call(name, *args, gradwire.Keywords(**kwargs), timeout=timeout)
     if json:
         write_json(to_json(result))
     else:

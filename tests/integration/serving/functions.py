@@ -77,6 +77,38 @@ class Own(LookupError):
 
 
 @gws.expose
+def own_timeout(timeout: float = 0.0, *, name: str = "", stale: str = "", self: int = 0) -> tuple:
+    """A function whose parameters have names that gradwire uses, too."""
+    return timeout, name, stale, self
+
+
+@gws.expose
+class Named:
+    """A class whose parameters have names that gradwire uses, too."""
+
+    def __init__(self, *, name: str = "", stale: str = "", timeout: float = 0.0) -> None:
+        self._given = name, stale, timeout
+
+    def given(self) -> tuple:
+        return self._given
+
+    def wait(self, *, timeout: float) -> float:
+        return timeout
+
+
+@gws.expose
+class Plain(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@gws.expose
+class WithRemote(torch.nn.Module):
+    def remote(self, x: int) -> int:
+        return x
+
+
+@gws.expose
 def fail_with_cause() -> NoReturn:
     try:
         raise KeyError("the cause")
@@ -95,6 +127,13 @@ def call_on(target: str, function: str, *args):
 @gws.expose
 def call_nowhere():
     gw.connect("127.0.0.1:1", connect_timeout=0.2)
+
+
+@gws.expose
+def use_closed(target: str) -> None:
+    with gw.connect(target) as worker:
+        pass
+    worker.process()
 
 
 @gws.expose
