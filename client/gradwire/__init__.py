@@ -5,28 +5,31 @@
 >>> worker.encode(torch.ones(3))                # doctest: +SKIP
 """
 
-from gradwire import errors, nn, optim
-from gradwire._calls import CallFuture, Keywords
-from gradwire._checkpoints import LoadedKeys, load, save
-from gradwire._compression import Compression, compression
-from gradwire._contexts import Context, context, current_context
-from gradwire._describe import FunctionInfo
-from gradwire._gradcheck import (
-    CodecReport,
-    CodecRow,
-    GradcheckReport,
-    GradcheckRow,
-    codec_error,
-    gradcheck,
-)
-from gradwire._malloc import tune_malloc
-from gradwire._refs import RemoteRef
-from gradwire._scope import cancelled, deadline, timeout
+# ruff: noqa: F405 - names that come with the star
+
+import importlib as _importlib
+import typing as _typing
+
+from gradwire import errors
 from gradwire._version import __version__
-from gradwire._workers import RemoteFunction, RemoteWorker, caller, connect
 from gradwire.errors import *  # noqa: F403 - the whole tree is public
-from gradwire.transport import Traffic
-from gradwire.wire import register_type
+
+if _typing.TYPE_CHECKING:
+    from gradwire._public import *  # noqa: F403 - it is what it says in __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Loads everything, torch included, when some of it is first used: `gradwire --help` uses nothing."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        public = _importlib.import_module("gradwire._public")
+        globals().update({each: getattr(public, each) for each in public.__all__})
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "CallFuture",

@@ -1,5 +1,8 @@
 """The worker: a daemon, or a part of any program, that serves functions to gradwire's clients."""
 
+import importlib as _importlib
+import typing as _typing
+
 from gradwire_server.errors import (
     BindFailed,
     ConfigError,
@@ -8,8 +11,24 @@ from gradwire_server.errors import (
     NothingExposed,
     StateError,
 )
-from gradwire_server.registry import expose
-from gradwire_server.worker import Worker
+
+if _typing.TYPE_CHECKING:
+    from gradwire_server.registry import expose
+    from gradwire_server.worker import Worker
+else:
+    _LOADED_WHEN_USED = {"Worker": "gradwire_server.worker", "expose": "gradwire_server.registry"}
+
+    def __getattr__(name: str) -> object:
+        """Loads what needs torch when it is first used: `gradwire-server --help` uses nothing of it."""
+        if name not in _LOADED_WHEN_USED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(_importlib.import_module(_LOADED_WHEN_USED[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "BindFailed",

@@ -11,18 +11,18 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
-import torch
 import typer
 
 import gradwire
 from gradwire import __version__
-from gradwire.transport import LinkSettings
-from gradwire_server import config, loading, logs
+from gradwire_server import config, logs
 from gradwire_server.errors import DaemonError, LoadFailed
 from gradwire_server.limits import HoldLimits
-from gradwire_server.worker import Worker
+
+if TYPE_CHECKING:
+    from gradwire_server.worker import Worker
 
 __all__ = ["app", "main"]
 
@@ -43,10 +43,10 @@ _HELP = (
 
 _EPILOG = (
     "Every option can also be given as an environment variable, GRADWIRE_LOST_AFTER for --lost-after, and in "
-    "the config file, as lost-after in the table \\[serve]. An option wins over a variable, a variable over "
+    "the config file, as lost-after in the table [serve]. An option wins over a variable, a variable over "
     "the file. The modules are GRADWIRE_MODULES and modules. Variables separate values with spaces.\n\n"
     "SIGTERM and SIGINT let calls in flight finish for --grace seconds; a second signal exits at once.\n\n"
-    "[bold]Exit codes[/bold]\n"
+    "\b\nExit codes:\n"
     "  0  stopped by a signal\n"
     "  1  an error of gradwire itself\n"
     "  2  wrong usage of the command line or of a variable\n"
@@ -65,7 +65,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # rich's tables cut the names of options short in a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -106,7 +106,12 @@ def _use_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _option(
-    setting: str, help: str, check: Callable[[object], object] | None = None, metavar: str = ""
+    setting: str,
+    help: str,
+    check: Callable[[object], object] | None = None,
+    metavar: str = "",
+    *,
+    show_default: bool = True,
 ) -> Any:
     """An option with the setting's name as flag and as environment variable."""
     flag = f"--{setting}/--no-{setting}" if check is None else f"--{setting}"
@@ -117,7 +122,14 @@ def _option(
         show_envvar=False,  # the epilog has the rule; a line for each would double the page
         metavar=metavar,
         parser=None if check is None else _checked(check),
+        show_default=show_default,
     )
+
+
+def _size_option(setting: str, help: str, default: int) -> Any:
+    """An option for a number of bytes."""
+    shown = f"{help}  [default: {config.shown_size(default)}]"
+    return _option(setting, shown, config.byte_size, "SIZE", show_default=False)
 
 
 @app.command(help=_HELP, epilog=_EPILOG)
@@ -155,7 +167,7 @@ def serve(
         str | None,
         _option(
             "name",
-            "What the worker is called in logs and errors. [dim]Default: made from the host's name.[/dim]",
+            "What the worker is called in logs and errors. Default: made from the host's name.",
             config.worker_name,
             "TEXT",
         ),
@@ -173,7 +185,7 @@ def serve(
         int | None,
         _option(
             "threads-per-client",
-            "Of those, calls of one client. [dim]Default: all of them.[/dim]",
+            "Of those, calls of one client. Default: all of them.",
             config.positive_integer,
             "INTEGER",
         ),
@@ -200,7 +212,7 @@ def serve(
         int | None,
         _option(
             "torch-threads",
-            "Threads of one torch operation. [dim]Default: torch's own, the number of cores.[/dim]",
+            "Threads of one torch operation. Default: torch's own, the number of cores.",
             config.positive_integer,
             "INTEGER",
         ),
@@ -230,32 +242,25 @@ def serve(
         ),
     ] = 10.0,
     max_message_bytes: Annotated[
-        int | None,
-        _option(
-            "max-message-bytes",
-            "The largest request to accept, as in 64MB or 1GiB.",
-            config.byte_size,
-            "SIZE",
-        ),
-    ] = None,
+        int,
+        _size_option("max-message-bytes", "The largest request to accept, as in 64MB or 1GiB.", 1 << 40),
+    ] = 1 << 40,
     max_bytes_in_flight: Annotated[
         int,
-        _option(
+        _size_option(
             "max-bytes-in-flight",
             "How much of large requests may be on its way, or wait, at a time.",
-            config.byte_size,
-            "SIZE",
+            1 << 40,
         ),
     ] = 1 << 40,
     max_bytes_in_flight_per_client: Annotated[
         int,
-        _option(
+        _size_option(
             "max-bytes-in-flight-per-client",
             "The same for one client, which keeps further ones back.",
-            config.byte_size,
-            "SIZE",
+            4 << 30,
         ),
-    ] = LinkSettings.max_bytes_in_flight,
+    ] = 4 << 30,
     max_contexts: Annotated[
         int,
         _option("max-contexts", "Contexts of all clients together.", config.positive_integer, "INTEGER"),
@@ -284,16 +289,15 @@ def serve(
     ] = HoldLimits.objects_per_client,
     max_held_bytes_per_client: Annotated[
         int,
-        _option(
+        _size_option(
             "max-held-bytes-per-client",
             "Bytes of objects, and of results kept for backward, of one client.",
-            config.byte_size,
-            "SIZE",
+            HoldLimits.bytes_per_client,
         ),
     ] = HoldLimits.bytes_per_client,
     max_held_bytes: Annotated[
         int,
-        _option("max-held-bytes", "The same for all clients together.", config.byte_size, "SIZE"),
+        _size_option("max-held-bytes", "The same for all clients together.", HoldLimits.bytes),
     ] = HoldLimits.bytes,
     health: Annotated[bool, _option("health", "Serve the standard gRPC health service.")] = True,
     reflection: Annotated[
@@ -304,13 +308,10 @@ def serve(
     ] = True,
     max_shared_bytes: Annotated[
         int,
-        _option(
-            "max-shared-bytes",
-            "How much shared memory to set up for clients on this host.",
-            config.byte_size,
-            "SIZE",
+        _size_option(
+            "max-shared-bytes", "How much shared memory to set up for clients on this host.", 4 << 30
         ),
-    ] = LinkSettings.max_shared_bytes,
+    ] = 4 << 30,
     tune_malloc: Annotated[
         bool, _option("tune-malloc", "Keep freed memory, up to 512 MiB, for the next large tensor.")
     ] = True,
@@ -363,6 +364,12 @@ def serve(
 ) -> None:
     if save_every is not None and state_dir is None:
         raise typer.BadParameter("--save-every needs --state-dir, a directory to save to")
+    # Only now: they take seconds to load, and --help must not wait for them.
+    import torch
+
+    from gradwire_server import loading
+    from gradwire_server.worker import Worker
+
     logs.configure(log_level, log_format)
     # Python hands over between threads every 5 ms by default: a busy function would delay every reply by
     # tens of milliseconds. At 0.5 ms small replies overtake it.
@@ -379,7 +386,6 @@ def serve(
     # everything else waits.
     gc.freeze()
     signals.loaded()
-    optional = {} if max_message_bytes is None else {"max_message_bytes": max_message_bytes}
     try:
         worker = Worker(
             *served,
@@ -389,6 +395,7 @@ def serve(
             threads_per_client=threads_per_client,
             max_queued_calls=max_queued_calls,
             max_queued_calls_per_client=max_queued_calls_per_client,
+            max_message_bytes=max_message_bytes,
             max_bytes_in_flight=max_bytes_in_flight,
             max_bytes_in_flight_per_client=max_bytes_in_flight_per_client,
             hold_limits=HoldLimits(
@@ -408,7 +415,6 @@ def serve(
             max_shared_bytes=max_shared_bytes,
             state_dir=state_dir,
             save_every=save_every,
-            **optional,
         )
     except (TypeError, ValueError) as error:
         # Two things of one name, or a thing that cannot be called.

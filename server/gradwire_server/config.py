@@ -36,6 +36,7 @@ __all__ = [
     "positive_seconds",
     "read_config",
     "seconds",
+    "shown_size",
     "worker_name",
 ]
 
@@ -162,6 +163,14 @@ def byte_size(value: object) -> int:
     if size < 1:
         raise ValueError("must be at least 1 byte")
     return size
+
+
+def shown_size(size: int) -> str:
+    """A number of bytes as people write it, and as `byte_size` takes it."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size % _UNITS[unit.lower()] == 0:
+            return f"{size // _UNITS[unit.lower()]}{unit}"
+    return str(size)
 
 
 def directory(value: object) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gradwire.autograd import ContextStore
 from gradwire.errors import ResourceExhausted
-from gradwire_server.objects import Objects
+
+if TYPE_CHECKING:  # only then: the command line shows these limits, and must not wait for torch
+    from gradwire.autograd import ContextStore
+    from gradwire_server.objects import Objects
 
 __all__ = ["HoldLimits"]
 

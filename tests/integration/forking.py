@@ -21,7 +21,15 @@ from typing import TextIO
 __all__ = ["Forked"]
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["gradwire_server.cli", "gradwire.cli"])
+_processes.set_forkserver_preload(
+    [
+        "gradwire._public",
+        "gradwire_server.worker",
+        "gradwire_server.loading",
+        "gradwire_server.cli",
+        "gradwire.cli",
+    ]
+)
 
 
 class Forked:

@@ -1,7 +1,8 @@
 """The command ``gradwire``: looks at workers and calls them, from a shell.
 
 Each command is a module of its own with one function. A new one is written there and added to `_COMMANDS`;
-`gradwire.cli.common` has what they share.
+`gradwire.cli.common` has what they share. What takes long to load, torch above all, is imported by the
+functions that need it: all modules are loaded to show a page of help.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 _EPILOG = (
     "A TARGET is the address of a worker: HOST:PORT or unix:PATH.\n\n"
-    "[bold]Exit codes[/bold]\n"
+    "\b\nExit codes:\n"
     "  0  done\n"
     "  1  the worker could not be reached, refused the call, or the function raised\n"
     "  2  wrong usage of the command line\n"
@@ -42,7 +43,7 @@ app = typer.Typer(
     epilog=_EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # rich's tables cut the names of options short in a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

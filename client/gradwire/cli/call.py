@@ -9,7 +9,6 @@ from rich.pretty import Pretty
 
 import gradwire
 from gradwire.cli.common import ConnectTimeout, Json, Target, connected, output, write_json
-from gradwire.cli.values import parse_arguments, to_json
 
 __all__ = ["call"]
 
@@ -41,6 +40,8 @@ def call(
     With --json tensors come out as nested lists, tuples and sets as lists, bytes as base64, complex numbers
     as text, and numbers that JSON lacks as "NaN", "Infinity" and "-Infinity".
     """
+    from gradwire.cli.values import parse_arguments, to_json
+
     try:
         args, kwargs = parse_arguments(arguments or [])
     except ValueError as error:

@@ -14,9 +14,10 @@ ContextName = Annotated[str, typer.Argument(metavar="ID", help="The context, as 
 
 
 def cleanup(target: Target, id: ContextName, connect_timeout: ConnectTimeout = 10.0) -> None:
-    """Make a worker let go of a context: its gradients, and the results kept for backward.
+    """Make a worker let go of a context.
 
-    Whoever still uses the context gets an error that says so. Exits with 1 if there is no such context.
+    Its gradients go, and the results kept for backward. Whoever still uses the context gets an error that
+    says so. Exits with 1 if there is no such context.
     """
     with connected(target, connect_timeout) as worker:
         try:

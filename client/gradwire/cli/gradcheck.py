@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
@@ -16,7 +15,9 @@ from rich.text import Text
 
 import gradwire
 from gradwire.cli.common import ConnectTimeout, Target, connected, output
-from gradwire.wire import COMPRESS_FROM
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["gradcheck"]
 
@@ -59,9 +60,10 @@ def gradcheck(
     seed: Annotated[int, typer.Option(help="Of the random arguments.")] = 0,
     connect_timeout: ConnectTimeout = 10.0,
 ) -> None:
-    """Compare a worker's gradients with finite differences and, with --local, with local autograd.
+    """Compare a worker's gradients with finite differences.
 
-    The function is called with random tensors of the given shapes. Exits with 1 on a mismatch.
+    With --local they are compared with those of local autograd, too. The function is called with random
+    tensors of the given shapes. Exits with 1 on a mismatch.
 
     With --codec it is called twice instead, with compressed tensors and without, and the difference is shown.
     """
@@ -117,6 +119,8 @@ def _show_codec_error(
     seed: int,
     connect_timeout: float,
 ) -> None:
+    from gradwire.wire import COMPRESS_FROM
+
     with connected(target, connect_timeout) as worker:
         report = gradwire.codec_error(lambda *args: worker.call(name, *args), inputs, compression, seed=seed)
         saved = worker.traffic().saved
@@ -141,6 +145,8 @@ def _show_codec_error(
 
 
 def _inputs(shapes: list[str], dtype_name: str, seed: int) -> list[torch.Tensor]:
+    import torch
+
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
         raise typer.BadParameter(f"{dtype_name!r} is no floating-point dtype", param_hint="--dtype")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from gradwire._describe import FunctionInfo, function_info
 from gradwire.cli.common import ConnectTimeout, Json, Target, connected, output, write_json
+
+if TYPE_CHECKING:
+    from gradwire import FunctionInfo
 
 __all__ = ["ls"]
 
 
 def ls(target: Target, json: Json = False, connect_timeout: ConnectTimeout = 10.0) -> None:
     """List what a worker serves: names, signatures and what they do."""
+    from gradwire._describe import function_info
+
     with connected(target, connect_timeout) as worker:
         description = worker.describe()
     functions = [function_info(function) for function in description.functions]

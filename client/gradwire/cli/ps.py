@@ -1,8 +1,7 @@
-"""``gradwire ps``: what a worker holds."""
+"""``gradwire ps``: the contexts that a worker holds."""
 
 from __future__ import annotations
 
-from google.protobuf.json_format import MessageToDict
 from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
 from rich.table import Table
@@ -14,7 +13,13 @@ __all__ = ["ps"]
 
 
 def ps(target: Target, json: Json = False, connect_timeout: ConnectTimeout = 10.0) -> None:
-    """List what a worker holds: contexts with their owner, age and size, and the processes that use it."""
+    """List the contexts that a worker holds, and for whom.
+
+    Each with its owner, its age, and the size of the results and gradients in it. With --json also the
+    processes that use the worker. Modules and other objects are not listed yet.
+    """
+    from google.protobuf.json_format import MessageToDict
+
     with connected(target, connect_timeout) as worker:
         held = worker.inspect()
     if json:
