@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextvars import Token
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +13,7 @@ import torch
 
 from gradwire._node import Node, current_context_id, current_node
 from gradwire._scope import Scope, current_scope, enter, leave
-from gradwire.autograd import ContextId, Run, backward_to_leaves
+from gradwire.autograd import ContextId, Run, backward_to_leaves, run_waiting_hooks
 
 __all__ = ["Context", "context", "current_context"]
 
@@ -65,9 +66,9 @@ class Context:
             collect_into=self._id,
             retain_graph=retain_graph,
         )
-        state = participant.store.get(self._id)
         try:
-            backward_to_leaves(root_list, gradients, run, state.accumulate)
+            backward_to_leaves(root_list, gradients, run, partial(participant.collect, run, self._id))
+            run_waiting_hooks(participant, pass_id)
         finally:
             participant.end_pass(pass_id)
 

@@ -6,6 +6,7 @@ node. `regions`, `merging` and `holding` make it cheap where a worker keeps stat
 """
 
 from gradwire.autograd.contexts import ContextState, ContextStore
+from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
 from gradwire.autograd.local import backward_to_leaves
 from gradwire.autograd.modes import applied as applied_modes
@@ -30,6 +31,7 @@ __all__ = [
     "message_ids",
     "message_protos",
     "nbytes",
+    "run_waiting_hooks",
     "serve_cleanup",
     "serve_propagate",
 ]

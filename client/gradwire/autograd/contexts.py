@@ -52,6 +52,11 @@ class ContextState:
             so_far = self._gradients.get(leaf)  # type: ignore[no-untyped-call]
             self._gradients[leaf] = gradient if so_far is None else added(so_far, gradient)
 
+    def take_gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        with self._lock:
+            gradient: torch.Tensor | None = self._gradients.pop(leaf, None)  # type: ignore[no-untyped-call]
+            return gradient
+
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
             return dict(self._gradients)

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,7 @@ from gradwire.autograd.contexts import ContextState, ContextStore
 from gradwire.autograd.feedback import ErrorFeedback
 from gradwire.autograd.groups import Reach, group_of
 from gradwire.autograd.holding import HeldRun, add_gate
+from gradwire.autograd.hooks import WaitingHooks
 from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
 from gradwire.autograd.nodes import add_recv, add_send
 from gradwire.autograd.records import Received, Releases, SentArguments, SentResults
@@ -30,6 +32,9 @@ from gradwire.errors import GradwireError, MalformedMessage, WorkerLost
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.transport.base import Exchange, Link, Pending
 from gradwire.transport.timers import call_later
+
+if TYPE_CHECKING:
+    from gradwire.autograd.passes import Run
 
 __all__ = ["Participant"]
 
@@ -65,6 +70,7 @@ class Participant:
         """The numbers of the backwards that this node has started and that go on."""
         self._oldest_passes: dict[int, int] = {}
         """For each node, the oldest of its backwards that goes on, as far as it is known here."""
+        self.hooks = WaitingHooks()
         self._closed = False
 
     def new_id(self) -> MessageId:
@@ -82,6 +88,7 @@ class Participant:
 
     def end_pass(self, id: MessageId) -> None:
         """It is over, well or not: what still comes of it is refused from the next call on."""
+        self.hooks.take(id)
         with self._pass_lock:
             self._passes.discard(id.number)
             self._oldest_passes[self.node] = min(self._passes, default=self._newest_pass + 1)
@@ -238,6 +245,7 @@ class Participant:
         owner = autograd.context.node
         if autograd.oldest_pass > self._oldest_passes.get(owner, 0):
             self._oldest_passes[owner] = autograd.oldest_pass
+            self.hooks.forget(owner, autograd.oldest_pass)
         if autograd.knows and link is not None:
             self.releases_to(link).confirm(message_ids(autograd.knows))
         if not autograd.HasField("message") or not torch.is_grad_enabled():
@@ -310,6 +318,15 @@ class Participant:
         autograd.builds_on.extend(message_protos(reached.builds_on))
 
     # -- backward
+
+    def collect(self, run: Run, into: ContextId, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Adds the gradient of a leaf of this process to a context."""
+        context = self.store.get(into)
+        if run.asker is not None:
+            context.peers.add(run.asker)
+        context.accumulate(leaf, gradient)
+        if leaf._post_accumulate_grad_hooks:
+            self.hooks.add_leaf(run.pass_id, into, leaf)
 
     def link_to(self, received: Received) -> Link:
         """The way to where tensors came from."""
@@ -426,6 +443,7 @@ class Participant:
         Unless it `is_gone`, it keeps what comes by way of other nodes.
         """
         self._oldest_passes.pop(node, None)
+        self.hooks.forget(node)
         self.feedback.forget(node)
         keeps = (lambda _: False) if is_gone else self.is_linked
         for context in self.store.drop_owner(node, keeps):

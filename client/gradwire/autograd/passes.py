@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.autograd.groups import awaited_by
+from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.merging import Merges
 from gradwire.autograd.propagating import Batch, Propagation, propagate
@@ -22,6 +23,7 @@ from gradwire.autograd.records import Gradients, Received, SentArguments
 if TYPE_CHECKING:
     from gradwire.autograd.holding import HeldRun
     from gradwire.autograd.participant import Participant
+    from gradwire.transport.base import Link
 
 __all__ = [
     "Run",
@@ -112,6 +114,8 @@ class Task:
         """The participant that started the pass with this very task."""
         self.awaited: dict[MessageId, SentArguments] = {}
         """Arguments for which replies may bring mail."""
+        self.awaiting_end: set[Link] = set()
+        """To peers where hooks wait for the end of the pass."""
         self._sent: list[Propagation] = []
         self._merges = Merges()
         self._finished = False
@@ -190,6 +194,8 @@ class Task:
             else:
                 with torch.set_grad_enabled(self.create_graph):
                     self._wait_for_all()
+            if self.awaiting_end and self._pass_id is not None:
+                self._run_hooks(self._pass_id)
         self._finished = True
         self._forget()
 
@@ -200,6 +206,14 @@ class Task:
                 merge.finish(self)
         for propagation in self._sent:
             propagation.wait()
+
+    def _run_hooks(self, pass_id: MessageId) -> None:
+        """Runs the hooks that wait for the end of the pass, if it ends with this task."""
+        if self._started_at is not None:
+            self._started_at.hooks.add_links(pass_id, self.awaiting_end)
+            run_waiting_hooks(self._started_at, pass_id)
+        elif self.run is not None:
+            self.run.participant.hooks.add_links(pass_id, self.awaiting_end)
 
     def abandon(self) -> None:
         """The graph task failed: nobody wants the replies."""

@@ -14,7 +14,7 @@ import torch
 from gradwire import wire
 from gradwire._scope import cancel_with_caller, time_left, waiting
 from gradwire.autograd.feedback import GradientCodecs
-from gradwire.autograd.ids import MessageId, message_ids, message_protos
+from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
 from gradwire.autograd.modes import anomaly_is_wanted
 from gradwire.autograd.records import Gradients, Received, SentArguments
 from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from gradwire.autograd.participant import Participant
     from gradwire.autograd.passes import Task
 
-__all__ = ["Batch", "HeldElsewhere", "Propagation", "decode_gradients", "encode_gradients", "propagate"]
+__all__ = [
+    "Batch",
+    "HeldElsewhere",
+    "Propagation",
+    "decode_gradients",
+    "encode_gradients",
+    "propagate",
+    "tell_pass_ended",
+]
 
 
 @dataclass(slots=True)
@@ -174,7 +182,15 @@ def propagate(
         participant.undo_if_failed(pending, link, sent, undone)
     what = f"{batch.like.what} on {link.peer}"
     deliver = partial(
-        _deliver, participant, task.id, task.awaited, batch.held, link, what, batch.like.compression
+        _deliver,
+        participant,
+        task.id,
+        task.awaited,
+        task.awaiting_end,
+        batch.held,
+        link,
+        what,
+        batch.like.compression,
     )
     try:
         table, attachments = encoder.finish()
@@ -201,6 +217,7 @@ def _deliver(
     participant: Participant,
     task: int,
     awaited: dict[MessageId, SentArguments],
+    awaiting_end: set[Link],
     held: HeldElsewhere | None,
     link: Link,
     what: str,
@@ -215,6 +232,8 @@ def _deliver(
     try:
         if held is not None:
             held.is_open = reply.is_held
+        if reply.awaits_end:
+            awaiting_end.add(link)
         if reply.HasField("autograd"):
             what = f"the backward of {what}"
             participant.receive(reply.autograd, decoder, link, what, compression, are_arguments=False)
@@ -238,6 +257,23 @@ def _deliver(
     finally:
         if reply.released:
             participant.store.release(message_ids(reply.released))
+
+
+def tell_pass_ended(context: ContextId, pass_id: MessageId, link: Link) -> Propagation:
+    """Tells a peer that a pass is over everywhere. The peer answers when its waiting hooks have run."""
+    request = autograd_pb2.PropagateGradientsRequest(pass_ended=True)
+    context.write(request.context)
+    pass_id.write(getattr(request, "pass"))
+    pending = Pending()
+    propagation = Propagation(pending, lambda _: None, link.read_for, f"the hooks on {link.peer}")
+    cancel_with_caller(pending)
+    link.ask(
+        link_pb2.METHOD_PROPAGATE_GRADIENTS,
+        request.SerializeToString(),
+        timeout=time_left(None),
+        pending=pending,
+    )
+    return propagation
 
 
 def encode_gradients(

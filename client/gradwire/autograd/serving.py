@@ -12,6 +12,7 @@ from gradwire import wire
 from gradwire._scope import current_scope, entered
 from gradwire.autograd.feedback import GradientCodecs
 from gradwire.autograd.holding import HeldExchange, HeldRun, chain_turns
+from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
 from gradwire.autograd.local import Root, backward_into_grad, backward_to_leaves
 from gradwire.autograd.modes import detecting_anomaly
@@ -44,6 +45,10 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
         raise NotFound(
             f"pass {pass_id} is over: its backward failed or was given up, so this no longer counts"
         )
+    if request.pass_ended:
+        run_waiting_hooks(participant, pass_id)
+        exchange.reply(autograd_pb2.PropagateGradientsReply().SerializeToString())
+        return
     decoder = wire.Decoder(request.tensors, exchange.request.attachments)
     compression = request.compression if request.HasField("compression") else None
     exchange.request = type(exchange.request)(b"")  # the gradients live in the decoder now
@@ -80,6 +85,7 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
         finally:
             if not request.retain_graph:
                 participant.store.release([sent.id for sent in all_sent if isinstance(sent, SentResults)])
+        reply.awaits_end = participant.hooks.wait_for(pass_id)
         _encode_contributions(contributions, run, reply, encoder, compression)
         if request.create_graph:
             own = MessageId.parse(request.autograd.message) if request.autograd.HasField("message") else None
@@ -190,16 +196,7 @@ def _backward(
         # This node's own ambient context: what a plain backward() here would do, started elsewhere.
         backward_into_grad(roots, gradients, run)
     else:
-        backward_to_leaves(roots, gradients, run, partial(_collect, participant, into, run.asker))
-
-
-def _collect(
-    participant: Participant, into: ContextId, asker: int | None, leaf: torch.Tensor, gradient: torch.Tensor
-) -> None:
-    context = participant.store.get(into)
-    if asker is not None:
-        context.peers.add(asker)
-    context.accumulate(leaf, gradient)
+        backward_to_leaves(roots, gradients, run, partial(participant.collect, run, into))
 
 
 def _is_awaited(sent: SentArguments, gradients: Gradients, run: Run) -> bool:

@@ -140,7 +140,7 @@ class Gradients(_message.Message):
     def __init__(self, message: _Optional[_Union[MessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PropagateGradientsRequest(_message.Message):
-    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "also", "held_run", "to_come", "compression")
+    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "also", "held_run", "to_come", "compression", "pass_ended")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class PropagateGradientsRequest(_message.Message):
     HELD_RUN_FIELD_NUMBER: _ClassVar[int]
     TO_COME_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    PASS_ENDED_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     gradients: Gradients
     tensors: _tensor_pb2.TensorTable
@@ -170,21 +171,24 @@ class PropagateGradientsRequest(_message.Message):
     held_run: MessageId
     to_come: _containers.RepeatedCompositeFieldContainer[MessageId]
     compression: Compression
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., held_run: _Optional[_Union[MessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., **kwargs) -> None: ...
+    pass_ended: bool
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., held_run: _Optional[_Union[MessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., pass_ended: bool = ..., **kwargs) -> None: ...
 
 class PropagateGradientsReply(_message.Message):
-    __slots__ = ("contributions", "tensors", "autograd", "released", "is_held")
+    __slots__ = ("contributions", "tensors", "autograd", "released", "is_held", "awaits_end")
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     IS_HELD_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_END_FIELD_NUMBER: _ClassVar[int]
     contributions: _containers.RepeatedCompositeFieldContainer[Gradients]
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
     released: _containers.RepeatedCompositeFieldContainer[MessageId]
     is_held: bool
-    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., is_held: bool = ...) -> None: ...
+    awaits_end: bool
+    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., is_held: bool = ..., awaits_end: bool = ...) -> None: ...
 
 class CleanupContextRequest(_message.Message):
     __slots__ = ("context", "messages", "owner_is_gone", "held_runs")

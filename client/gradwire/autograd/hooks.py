@@ -1,0 +1,117 @@
+"""Post-accumulate-grad hooks of leaves whose gradients go to a context.
+
+torch runs such a hook when it has added to `.grad`. It does not touch `.grad` here, and one backward may
+reach a leaf in several runs, each with a part of the gradient. So the hooks wait until the backward is over
+everywhere, and then run once, with the context's gradient in `.grad`. Whoever started the backward says that
+it is over, if a worker has said that hooks wait for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradwire.autograd.ids import ContextId, MessageId
+from gradwire.autograd.propagating import Propagation, tell_pass_ended
+
+if TYPE_CHECKING:
+    from gradwire.autograd.contexts import ContextState
+    from gradwire.autograd.participant import Participant
+    from gradwire.transport.base import Link
+
+__all__ = ["WaitingHooks", "run_waiting_hooks"]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What waits for the end of one pass."""
+
+    leaves: dict[ContextId, WeakTensorKeyDictionary] = field(default_factory=dict)
+    """Those with hooks that got a gradient, by the context that it went to."""
+    links: set[Link] = field(default_factory=set)
+    """To the peers that wait for it, too."""
+
+
+class WaitingHooks:
+    """The hooks of one process that wait for the end of a pass, for each pass."""
+
+    def __init__(self) -> None:
+        # Reentrant: the destructor of a task ends its pass, at any moment.
+        self._lock = threading.RLock()
+        self._passes: dict[MessageId, _Waiting] = {}
+
+    def add_leaf(self, pass_id: MessageId, context: ContextId, leaf: torch.Tensor) -> None:
+        """A leaf has got a gradient. Its hooks run when the pass is over."""
+        with self._lock:
+            waiting = self._passes.setdefault(pass_id, _Waiting())
+            waiting.leaves.setdefault(context, WeakTensorKeyDictionary())[leaf] = None
+
+    def add_links(self, pass_id: MessageId, links: Iterable[Link]) -> None:
+        """The peers at the other ends wait for the end of a pass."""
+        with self._lock:
+            self._passes.setdefault(pass_id, _Waiting()).links.update(links)
+
+    def wait_for(self, pass_id: MessageId) -> bool:
+        """Whether any wait for the end of a pass, here or further on."""
+        return pass_id in self._passes
+
+    def take(self, pass_id: MessageId) -> _Waiting | None:
+        with self._lock:
+            return self._passes.pop(pass_id, None)
+
+    def forget(self, peer: int, before: int | None = None) -> None:
+        """The passes of a peer, or those before a number, are over, and nobody said that they ended well."""
+        if not self._passes:
+            return
+        with self._lock:
+            for id in [
+                id for id in self._passes if id.node == peer and (before is None or id.number < before)
+            ]:
+                del self._passes[id]
+
+
+def run_waiting_hooks(participant: Participant, pass_id: MessageId) -> None:
+    """A pass is over everywhere: runs the hooks that waited for it, here and further on."""
+    waiting = participant.hooks.take(pass_id)
+    if waiting is None:
+        return
+    told: list[Propagation] = []
+    try:
+        for link in waiting.links:
+            told.append(tell_pass_ended(participant.ambient, pass_id, link))
+        for id, leaves in waiting.leaves.items():
+            context = participant.store.find(id)
+            if context is not None:
+                for leaf in list(leaves):
+                    _run_hooks(leaf, context)
+        for propagation in told:
+            propagation.wait()
+    except BaseException:
+        for propagation in told:
+            propagation.cancel()
+        raise
+
+
+_leaf_locks = WeakTensorKeyDictionary()
+_leaf_locks_lock = threading.Lock()
+
+
+def _run_hooks(leaf: torch.Tensor, context: ContextState) -> None:
+    """Runs the hooks of a leaf. They find the context's gradient in `.grad`, and may change or clear it."""
+    with _leaf_locks_lock:
+        lock = _leaf_locks.setdefault(leaf, threading.RLock())  # type: ignore[no-untyped-call]
+    with lock:  # `.grad` is one for all contexts
+        before, leaf.grad = leaf.grad, context.take_gradient(leaf)
+        try:
+            for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+                with torch.no_grad():
+                    hook(leaf)
+        finally:
+            left, leaf.grad = leaf.grad, before
+            if left is not None:
+                context.accumulate(leaf, left)
