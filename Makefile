@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow bench bench-shaped bench-growth soak lint format types protos protos-check dist check up down clean
+.PHONY: help install demo test test-slow bench bench-shaped bench-growth soak search lint format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, 
 
 soak: $(INSTALLED) ## everything at once with faults at random, for SECONDS=120; ARGS="--seed 7"
 	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
+
+search: $(INSTALLED) ## random programs beside plain PyTorch, for SECONDS=120; ARGS="--seed 7", ARGS="--only 17"
+	@$(BIN)/python -m tests.search --seconds $(SECONDS) $(ARGS)
 
 bench: $(INSTALLED) ## measure gradwire beside TensorPipe on this machine; ARGS="--quick", ARGS="--rows 1,6,7"
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -1,0 +1,173 @@
+"""Runs a program step by step in a world: over real workers, or in one process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tests.search.local import OPERATIONS, SHAPE, dense, integers, with_dense_gradient
+from tests.search.site import single
+from tests.search.steps import (
+    LEAVES,
+    AtOnce,
+    Backward,
+    Call,
+    Clear,
+    Drop,
+    End,
+    Local,
+    Operand,
+    State,
+    Step,
+    Together,
+)
+
+__all__ = ["Arguments", "World"]
+
+Arguments = tuple[Any, Any]
+"""Of a call: tensors, or refs to such."""
+
+
+class World(ABC):
+    """The values of a program so far, and the ways in which the worlds differ."""
+
+    def __init__(self) -> None:
+        self.leaves = [integers(1000 + index, *SHAPE).requires_grad_() for index in range(LEAVES)]
+        self.values: dict[int, tuple[Any, ...]] = {}
+
+    # -- what the worlds do each in their own way
+
+    @abstractmethod
+    def call(self, call: Call, arguments: Arguments) -> Any:
+        """Calls a function, or leaves its result where it is and returns a ref."""
+
+    @abstractmethod
+    def call_together(self, calls: Sequence[Call], arguments: Sequence[Arguments]) -> list[Any]:
+        """Several calls at the same time."""
+
+    @abstractmethod
+    def backward(self, backward: Backward) -> list[torch.Tensor | None]:
+        """Runs a backward. The gradients that it returns, if that is its way."""
+
+    @abstractmethod
+    def backward_at_once(self, backwards: Sequence[Backward]) -> list[torch.Tensor | None]:
+        """Several at the same time."""
+
+    @abstractmethod
+    def tell(self, worker: str, function: str, *args: object) -> None:
+        """Calls a function about the worker itself."""
+
+    @abstractmethod
+    def clear(self, context: int) -> None:
+        """Forgets the gradients of a context everywhere."""
+
+    @abstractmethod
+    def detach_all(self) -> None:
+        """Detaches all that workers keep."""
+
+    @abstractmethod
+    def end(self, context: int) -> None:
+        """Ends an explicit context."""
+
+    # -- steps
+
+    def do(self, step: Step) -> None:
+        """Runs one step. Its values are then in `values`."""
+        match step:
+            case Local():
+                self._keep(step.id, self._locally(step))
+            case Call():
+                self._keep(step.id, self._call(step))
+            case Together():
+                arguments = [self._arguments(call) for call in step.calls]
+                results = self.call_together(step.calls, arguments)
+                self._keep(step.id, tuple(tensor for result in results for tensor in _tensors(result)))
+            case Backward():
+                self._keep(step.id, tuple(map(_or_zeros, self.backward(step))))
+            case AtOnce():
+                self._keep(step.id, tuple(map(_or_zeros, self.backward_at_once(step.backwards))))
+            case State():
+                self.tell(step.worker, step.action, step.key)
+            case Clear():
+                self.clear(step.context)
+            case Drop():
+                for id in step.steps:
+                    self.values.pop(id, None)
+            case End():
+                self.values.clear()
+                self.detach_all()
+                self.end(step.context)
+
+    def _keep(self, id: int, value: Any) -> None:
+        values = _tensors(value)
+        if values:
+            self.values[id] = values
+
+    def _locally(self, step: Local) -> torch.Tensor:
+        left, right = single(self._operand(step.left)), single(self._operand(step.right))
+        return OPERATIONS[step.operation](left, right)
+
+    def _call(self, call: Call) -> Any:
+        arguments = self._arguments(call)
+        if call.mode != "no grad":
+            result = self.call(call, arguments)
+            if call.mode == "in place" and isinstance(result, torch.Tensor):
+                result = (result if result.layout is torch.strided else result.to_dense()).mul_(2)
+            return result
+        with torch.no_grad():
+            result = self.call(call, arguments)
+            return tuple(tensor.detach() for tensor in _tensors(result))
+
+    def _operand(self, operand: Operand) -> Any:
+        """A tensor or a ref."""
+        found = self.values.get(operand.step)
+        if found is None:
+            return self.leaves[operand.step % LEAVES]
+        return found[operand.output % len(found)]
+
+    def _arguments(self, call: Call) -> Arguments:
+        left, right = self._operand(call.left), self._operand(call.right)
+        if call.function == "embed" and isinstance(left, torch.Tensor):
+            # The gradient that comes back for it is sparse.
+            return with_dense_gradient(left), right
+        return left, right
+
+    # -- for the backward of either world
+
+    def losses(self, backward: Backward) -> list[torch.Tensor]:
+        """Scalars. Each with something to differentiate, even if it is of no consequence."""
+        anchor = (self.leaves[0] * 0).sum()
+        factors = integers(backward.id, len(backward.roots), *SHAPE)
+        roots = [dense(single(self._operand(root))).expand(SHAPE) for root in backward.roots]
+        return [(root * factor).sum() + anchor for root, factor in zip(roots, factors, strict=True)]
+
+    def wanted(self, backward: Backward) -> list[torch.Tensor]:
+        """What gradients are asked for: a tensor may be there twice. Values that stay elsewhere are not."""
+        wanted = [self._operand(operand) for operand in backward.wanted]
+        return [value for value in wanted if isinstance(value, torch.Tensor)]
+
+
+def grad(
+    losses: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], *, retain_graph: bool, create_graph: bool
+) -> list[torch.Tensor | None]:
+    """torch.autograd.grad, with none for tensors that require no grad instead of an error."""
+    asked = [tensor for tensor in wanted if tensor.requires_grad]
+    if not asked:
+        return [None] * len(wanted)
+    found = torch.autograd.grad(
+        losses, asked, retain_graph=retain_graph or create_graph, create_graph=create_graph, allow_unused=True
+    )
+    by_tensor = {id(tensor): gradient for tensor, gradient in zip(asked, found, strict=True)}
+    return [by_tensor.get(id(tensor)) for tensor in wanted]
+
+
+def _tensors(value: Any) -> tuple[Any, ...]:
+    """The values of a step: those of floating point, or a ref."""
+    values = value if isinstance(value, tuple) else (value,)
+    return tuple(one for one in values if not isinstance(one, torch.Tensor) or one.is_floating_point())
+
+
+def _or_zeros(gradient: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(SHAPE, dtype=torch.float64) if gradient is None else gradient
