@@ -133,8 +133,8 @@ def test_an_error_in_a_workers_hook_reaches_whoever_called_backward(
 def test_hooks_of_a_pass_that_failed_never_run(served: tuple[Both, dict[str, Place]], leaf: Leaf) -> None:
     both, places = served
     seen = watched(places["a"].bias)
+    x = leaf()
     with pytest.raises(ValueError, match="always fails"):
-        x = leaf()
         (both.a.affine(both.b.raising_in_backward(x)) + both.a.dot(x)).sum().backward()
     assert not seen
     both.reset()
