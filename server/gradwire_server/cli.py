@@ -34,6 +34,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _EXIT_SECONDS = 4.0
 """What is left after the grace period to say goodbye, end threads and run exit handlers."""
+_FLUSH_SECONDS = 1.0
+"""How long handlers of the log, which user code may have added, have to write what they keep back."""
 
 _HELP = (
     "Serve what Python modules expose.\n\n"
@@ -518,8 +520,12 @@ def _default_signals() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    # Python's and gRPC's own shutdown could wait for the very call that is to be ended.
-    logging.shutdown()
+    # Python's and gRPC's own shutdown could wait for the very call that is to be ended; so could a handler of
+    # the user's own, which may have a lock that the call holds.
+    ending = threading.Thread(target=logging.shutdown, daemon=True)
+    ending.start()
+    ending.join(_FLUSH_SECONDS)
+    logs.finish()
     os._exit(code)
 
 

@@ -4,26 +4,38 @@ A JSON line holds ``time`` (UTC), ``level``, ``logger``, ``message``, whatever t
 and ``exception`` with the traceback where there is one. A line that other programs look for has an ``event``
 too: "ready" once the worker serves, "draining" and "stopped" on its way out.
 
+Nobody ever waits for whoever reads the log: what finds no room is dropped, and a line with the event
+"dropped" says how much it was (`output`). The same goes for what code prints.
+
 Code that logs uses `logging` alone and knows nothing of this module; only the daemon calls `configure`,
 never a program that runs a `Worker` inside itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import sys
 import threading
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.logging import RichHandler
 
-__all__ = ["JsonFormatter", "configure"]
+from gradwire_server.output import BackgroundStream
+
+__all__ = ["JsonFormatter", "configure", "finish"]
 
 _log = logging.getLogger("gradwire.server")
+
+_FINISH_SECONDS = 0.5
+"""How long the end of the process waits for whoever reads each of its outputs."""
+
+_outputs: list[BackgroundStream] = []
+"""What code prints to, and then the log."""
 
 # What every record has; anything else on a record was passed as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -52,7 +64,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str = "info", format: str = "auto", stream: TextIO | None = None) -> None:
-    """Sends all logging, warnings and uncaught exceptions of the process to `stream` (stderr)."""
+    """Sends all logging, warnings and uncaught exceptions of the process to `stream` (stderr).
+
+    Standard output and error no longer make anybody wait from then on.
+    """
+    if not _outputs:
+        sys.stdout = _in_background(sys.stdout, "stdout")
+        sys.stderr = _in_background(sys.stderr, "the log")
+        atexit.register(finish)
     stream = sys.stderr if stream is None else stream
     if format == "auto":
         format = "text" if stream.isatty() else "json"
@@ -85,6 +104,26 @@ def configure(level: str = "info", format: str = "auto", stream: TextIO | None =
     threading.excepthook = _thread_raised
     sys.excepthook = _raised
     sys.unraisablehook = _unraisable
+
+
+def _in_background(stream: TextIO, name: str) -> TextIO:
+    def tell_dropped(lines: int) -> None:
+        _log.warning(
+            "%d lines of %s were dropped: they were not read in time",
+            lines,
+            name,
+            extra={"event": "dropped", "lines": lines},
+        )
+
+    output = BackgroundStream(stream, tell_dropped)
+    _outputs.append(output)
+    return cast(TextIO, output)
+
+
+def finish() -> None:
+    """Waits a moment for what was printed and logged last to be written, then gives it up."""
+    for output in _outputs:
+        output.finish(_FINISH_SECONDS)
 
 
 def _thread_raised(args: threading.ExceptHookArgs) -> None:

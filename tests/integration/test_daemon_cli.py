@@ -9,6 +9,8 @@ import re
 import signal
 import socket
 import subprocess
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -312,3 +314,101 @@ def test_the_log_is_json_where_there_is_no_terminal(folder: Path) -> None:
         process.terminate()
         process.communicate(timeout=DEADLINE)
     assert process.returncode == 0
+
+
+NOISY = """
+    import logging
+    import gradwire_server as gws
+
+    @gws.expose
+    def shout(lines: int) -> int:
+        for index in range(lines):
+            logging.warning("%d %s", index, "x" * 1000)
+            print(index, "y" * 1000)
+        return lines
+
+    @gws.expose
+    def hold() -> None:
+        import threading
+        threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def unread(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A daemon of whose output nobody reads more than the first line, and its address."""
+    (tmp_path / "served.py").write_text(textwrap.dedent(NOISY))
+    process = subprocess.Popen(
+        server_command("serve", "served", "--bind", "127.0.0.1:0", "--grace", "3600"),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            yield process, json.loads(process.stderr.readline())["addresses"][0]
+        finally:
+            process.kill()
+            process.wait(DEADLINE)
+
+
+ENOUGH = 500
+"""Lines that fill any pipe several times."""
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_from_working_or_ending(
+    unread: tuple[subprocess.Popen[bytes], str],
+) -> None:
+    process, address = unread
+    with gradwire.connect(address) as worker:
+        for _ in range(2):
+            assert worker.call("shout", ENOUGH, timeout=DEADLINE) == ENOUGH
+        process.terminate()
+        assert process.wait(DEADLINE) == 0
+
+
+def serves(worker: gradwire.RemoteWorker) -> bool:
+    try:
+        return bool(worker.call("shout", 1, timeout=DEADLINE))
+    except gradwire.Unavailable:
+        return False
+
+
+def test_a_second_signal_ends_a_daemon_whose_log_nobody_reads(
+    unread: tuple[subprocess.Popen[bytes], str],
+) -> None:
+    process, address = unread
+    with gradwire.connect(address) as worker:
+        worker.call("shout", ENOUGH, timeout=DEADLINE)
+        held = worker.call_async("hold")
+        process.terminate()
+        while serves(worker):  # until the first signal has come
+            pass
+        process.terminate()
+        assert process.wait(DEADLINE) == 143
+        held.cancel()
+
+
+def test_lines_that_were_dropped_are_told_once_the_log_is_read_again(
+    unread: tuple[subprocess.Popen[bytes], str],
+) -> None:
+    process, address = unread
+    assert process.stderr is not None
+    many = 20_000
+    with gradwire.connect(address) as worker:
+        worker.call("shout", many, timeout=DEADLINE)
+    written, dropped = 0, 0
+    with open(process.stderr.fileno(), closefd=False) as log:
+        for text in log:
+            line = json.loads(text)
+            written += "xxx" in line["message"]
+            if line.get("event") == "dropped" and "the log" in line["message"]:
+                dropped += line["lines"]
+            if written + dropped >= many:
+                break
+    assert written + dropped == many
+    assert dropped
