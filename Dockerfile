@@ -38,10 +38,8 @@ COPY --from=build /opt/gradwire /opt/gradwire
 ENV PATH=/opt/gradwire/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /app/examples
 COPY examples .
-# As a file by itself: `python -m gradwire_server.health` would load torch for every check, ten times the work.
-COPY server/gradwire_server/health.py /app/health.py
 USER gradwire
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \
-    CMD ["python", "/app/health.py", "127.0.0.1:50051"]
+    CMD ["python", "-m", "gradwire_server.health", "127.0.0.1:50051"]
 CMD ["gradwire-server", "serve", "demo_model", "--bind", "0.0.0.0:50051"]

@@ -1,7 +1,7 @@
 """Asks a worker's gRPC health service whether it serves: `python -m gradwire_server.health HOST:PORT`.
 
-For container health checks and scripts. The exit status is 0 if the answer is SERVING, else 1. Nothing of
-gradwire is imported here: the file can also be run by itself, without the seconds that loading torch takes.
+For container health checks and scripts, so it does without the seconds that loading torch takes. The exit
+status is 0 if the answer is SERVING, else 1.
 """
 
 from __future__ import annotations

@@ -116,3 +116,14 @@ def test_the_command_line_has_the_defaults_of_the_worker() -> None:
         assert options[name].default == worker[name].default, name
     assert options["max_bytes_in_flight_per_client"].default == LinkSettings.max_bytes_in_flight
     assert options["max_held_bytes"].default == HoldLimits.bytes
+
+
+def test_a_health_check_does_not_load_torch() -> None:
+    program = RUN.replace(".main()", '.main(["127.0.0.1:1"])').replace("ended.code == 0", "ended.code == 1")
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(heavy=("torch", "numpy")), "gradwire_server.health"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.stdout.splitlines()[-1] == "loaded:", done
