@@ -273,3 +273,28 @@ def test_a_scope_is_never_changed() -> None:
     scope = current_scope()
     with pytest.raises(AttributeError):
         scope.context = None  # type: ignore[misc]
+
+
+def test_a_plain_backward_fills_grad_even_if_it_comes_back_by_way_of_a_callback() -> None:
+    """Over a call that was made in a context: that is where a worker's gradients go, not one's own."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def weigh(x: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    def ask_back(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = gw.caller().weigh(x)
+        return result * 3
+
+    def train(address: str) -> dict[str, torch.Tensor | None]:
+        x = torch.full((2,), 5.0, requires_grad=True)
+        with gw.context():
+            loss = gw.connect(address).ask_back(x).sum()
+            loss.backward()
+        return {"weight": weight.grad, "x": x.grad}
+
+    with gws.Worker(ask_back) as asked, gws.Worker(weigh, train) as trainer:
+        with gw.connect(trainer.address) as worker:
+            found = worker.train(asked.address)
+    assert_close(found["weight"], torch.full((2,), 15.0), "weight")
+    assert_close(found["x"], torch.full((2,), 3.0), "x")

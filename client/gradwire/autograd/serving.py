@@ -192,8 +192,10 @@ def _backward(
     gradients: Sequence[torch.Tensor],
 ) -> None:
     into = run.collect_into or context
-    if run.collect_leaves and into == participant.ambient:
-        # This node's own ambient context: what a plain backward() here would do, started elsewhere.
+    is_plain = run.collect_into is None and run.pass_id.node == participant.node
+    if run.collect_leaves and (is_plain or into == participant.ambient):
+        # Part of a plain backward() here that comes back from elsewhere, or what would be one if it had
+        # started here.
         backward_into_grad(roots, gradients, run)
     else:
         backward_to_leaves(roots, gradients, run, partial(participant.collect, run, into))
