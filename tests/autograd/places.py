@@ -296,6 +296,28 @@ class Place:
         (gradient,) = torch.autograd.grad(out.sum(), [x], create_graph=True)
         return (gradient**2).sum() + out.sum()
 
+    def grad_in_backward(self, x: torch.Tensor, to: str) -> torch.Tensor:
+        """Its backward differentiates something else, which another place computes."""
+
+        def inner() -> torch.Tensor:
+            other = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self._call(to, "affine", other).sum(), [other])
+            return gradient
+
+        result: torch.Tensor = _Inner.apply(x * self.bias, inner)
+        return result
+
+    def backward_in_backward(self, x: torch.Tensor) -> torch.Tensor:
+        """Its backward backpropagates something else, down to the argument."""
+        other = torch.sin(x).sum()
+
+        def inner() -> torch.Tensor:
+            other.backward(retain_graph=True)
+            return torch.ones_like(x)
+
+        result: torch.Tensor = _Inner.apply(x * self.bias, inner)
+        return result
+
     def relay(self, to: str, function: str, *args: object) -> Any:
         return self._call(to, function, *args)
 
@@ -337,6 +359,20 @@ class _Counted(torch.autograd.Function):
         global _backwards
         _backwards += 1
         return gradient
+
+
+class _Inner(torch.autograd.Function):
+    """What a function gives, times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, inner: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.inner = inner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            return gradient * ctx.inner(), None
 
 
 class _Raising(torch.autograd.Function):

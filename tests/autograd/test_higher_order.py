@@ -160,3 +160,19 @@ def test_errors_in_the_backward_of_a_backward(trio: Both, leaf: Leaf) -> None:
     loss = trio.a.raising_in_backward(torch.sin(x)).sum()
     with pytest.raises(gw.RemoteError, match="always fails"):
         torch.autograd.grad(loss, [x], create_graph=True)
+
+
+@pytest.mark.parametrize("backward", ["plain", "context", "grad"])
+def test_autograd_grad_within_a_workers_backward_asks_for_its_own_gradients_only(
+    backward: str, trio: Both, leaf: Leaf
+) -> None:
+    trio.check(lambda call, x: call("a", "grad_in_backward", x, "b").sum(), leaf(), backward=backward)
+
+
+def test_backward_within_a_workers_backward_is_one_of_its_own(trio: Both, leaf: Leaf) -> None:
+    """What it contributes to the argument is not part of what torch.autograd.grad asked for."""
+    x, copy = leaf(), leaf()
+    (found,) = torch.autograd.grad(trio.a.backward_in_backward(x).sum(), [x])
+    (expected,) = torch.autograd.grad(trio.oracle_call("a", "backward_in_backward", copy).sum(), [copy])
+    assert_close(found, expected, "asked for")
+    assert_close(x.grad, copy.grad, ".grad")

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from gradwire.autograd.edges import edge_of
 from gradwire.autograd.nodes import ANCHOR, is_leaf_node
-from gradwire.autograd.passes import Run, running
+from gradwire.autograd.passes import RUN_MARKER, RUN_MARKER_GRADIENT, Run, running
 from gradwire.autograd.records import elements_of
 
 __all__ = ["Root", "backward_into_grad", "backward_to_leaves", "nodes_from"]
@@ -44,14 +44,16 @@ def backward_to_leaves(
     Recv nodes on the way propagate to other nodes; it returns when those are done, too.
     """
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
-    edges = [GradientEdge(node, 0) for node in leaves]
+    edges = [*(GradientEdge(node, 0) for node in leaves), RUN_MARKER]
+    marked = *roots, RUN_MARKER
+    with_marker = *gradients, RUN_MARKER_GRADIENT
     try:
         with running(run):
             if run.asker is not None:
                 # What torch.autograd.grad comes down to for gradients that are known to fit.
                 found = _engine_run_backward(
-                    tuple(roots),
-                    tuple(gradients),
+                    marked,
+                    with_marker,
                     run.retain_graph,
                     run.create_graph,
                     tuple(edges),
@@ -60,9 +62,9 @@ def backward_to_leaves(
                 )
             else:
                 found = torch.autograd.grad(
-                    roots,  # type: ignore[arg-type] # tensors and edges mix
+                    marked,  # type: ignore[arg-type] # tensors and edges mix
                     edges,
-                    gradients,
+                    with_marker,
                     retain_graph=run.retain_graph,
                     create_graph=run.create_graph,
                     allow_unused=True,
@@ -73,7 +75,7 @@ def backward_to_leaves(
     if not run.collect_leaves:
         return
     shared = {_memory(gradient) for gradient in gradients if gradient is not None}
-    for node, gradient in zip(leaves, found, strict=True):
+    for node, gradient in zip(leaves, found[:-1], strict=True):
         leaf: Any = node.variable  # type: ignore[attr-defined]
         if gradient is not None and leaf is not ANCHOR:
             collect(leaf, _unshared(gradient.detach(), shared))
@@ -83,8 +85,8 @@ def backward_into_grad(roots: Sequence[Root], gradients: Sequence[torch.Tensor |
     """Backpropagates into `.grad`, as a plain backward() does."""
     with running(run):
         torch.autograd.backward(
-            roots,  # type: ignore[arg-type] # tensors and edges mix
-            gradients,
+            (*roots, RUN_MARKER),  # type: ignore[arg-type] # tensors and edges mix
+            (*gradients, RUN_MARKER_GRADIENT),
             retain_graph=run.retain_graph,
             create_graph=run.create_graph,
         )

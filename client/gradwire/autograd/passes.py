@@ -6,13 +6,15 @@ graph tasks, on all nodes, that one backward() sets off.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire.autograd.edges import edge_of
 from gradwire.autograd.groups import awaited_by
 from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.ids import ContextId, MessageId
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from gradwire.transport.base import Link
 
 __all__ = [
+    "RUN_MARKER",
+    "RUN_MARKER_GRADIENT",
     "Run",
     "Task",
     "collect",
@@ -69,6 +73,24 @@ class Run:
         self.contributions.append((received.source, gradients))
 
 
+class _RunMarker(torch.autograd.Function):
+    """Does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None
+
+
+_MARKED = torch.frombuffer(bytearray(4), dtype=torch.float32)
+RUN_MARKER = edge_of(_RunMarker.apply(_MARKED.detach().requires_grad_()))  # type: ignore[no-untyped-call]
+"""Among the roots of every graph task of a run, and of no other graph task."""
+RUN_MARKER_GRADIENT = _MARKED
+
+
 class running:
     """Tells the nodes that run inside about a run: torch carries such objects to its engine's threads."""
 
@@ -78,7 +100,7 @@ class running:
         self._run = run
 
     def __enter__(self) -> None:
-        self._before = current_run()
+        self._before = torch._C._get_obj_in_tls(_RUN_KEY) if torch._C._is_key_in_tls(_RUN_KEY) else None
         torch._C._stash_obj_in_tls(_RUN_KEY, self._run)
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +111,12 @@ class running:
 
 
 def current_run() -> Run | None:
-    if not torch._C._is_key_in_tls(_RUN_KEY):
+    """The run whose graph task runs now.
+
+    Code that runs in backward may start graph tasks of its own, to which torch hands on what is said of the
+    run: they are not part of it. Those that are have the marker among their nodes.
+    """
+    if not torch._C._is_key_in_tls(_RUN_KEY) or not torch._C._will_engine_execute_node(RUN_MARKER.node):
         return None
     run: Run | None = torch._C._get_obj_in_tls(_RUN_KEY)
     return run
@@ -240,6 +267,7 @@ class Task:
 
 
 _tasks: weakref.WeakValueDictionary[int, Task] = weakref.WeakValueDictionary()
+_tasks_lock = threading.Lock()
 
 
 def current_task(all_leaves_wanted: Callable[[], bool]) -> Task:
@@ -247,8 +275,12 @@ def current_task(all_leaves_wanted: Callable[[], bool]) -> Task:
     id = torch._C._current_graph_task_id()
     task = _tasks.get(id)
     if task is None:
-        task = _tasks[id] = Task(id, current_run(), all_leaves_wanted)
-        torch.autograd.Variable._execution_engine.queue_callback(task.finish)
+        # The nodes of a graph task run on several threads if they are on several devices.
+        with _tasks_lock:
+            task = _tasks.get(id)
+            if task is None:
+                task = _tasks[id] = Task(id, current_run(), all_leaves_wanted)
+                torch.autograd.Variable._execution_engine.queue_callback(task.finish)
     return task
 
 
