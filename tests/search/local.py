@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPERATIONS", "SHAPE", "bounded", "dense", "integers", "sparse", "with_dense_gradient"]
+__all__ = [
+    "OPERATIONS",
+    "SHAPE",
+    "bounded",
+    "dense",
+    "integers",
+    "sparse",
+    "with_dense_gradient",
+    "with_hook",
+]
 
 SHAPE = (2, 3)
 ROWS = torch.tensor([1, 1])
@@ -62,6 +71,14 @@ def sparse(x: torch.Tensor) -> torch.Tensor:
     return (x * MASK).to_sparse() if x.layout is torch.strided else x
 
 
+def with_hook(x: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The same tensor, with a hook, which lets pass that there is no gradient: an argument that a function
+    did not use gets none, and torch calls its hooks all the same."""
+    if x.requires_grad:
+        x.register_hook(lambda gradient: None if gradient is None else hook(gradient))  # type: ignore[no-untyped-call]
+    return x
+
+
 Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -98,6 +115,8 @@ OPERATIONS: dict[str, Operation] = {
     "sparse twice": lambda x, y: sparse(x) * 2,
     "sparse sum": lambda x, y: sparse(x) + sparse(y),
     "sparse product": _in_dense(lambda x, y: torch.sparse.mm(sparse(x), y.t()) @ y),
+    # Not linear: in the process that runs backward, a hook sees the whole gradient once.
+    "hook": _in_dense(lambda x, y: with_hook(x * y, lambda gradient: torch.remainder(gradient, 5))),
     "unused": lambda x, y: y,
 }
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tests.search.local import dense
 from tests.search.running import Arguments, World, grad
 from tests.search.site import NAMES, Cell, Site
-from tests.search.steps import AMBIENT, Backward, Call
+from tests.search.steps import AMBIENT, Backward, Call, Step
 
 __all__ = ["MIXED", "OneProcess"]
 
@@ -37,6 +37,10 @@ class OneProcess(World):
         self._has_double = False
         self.ledger: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
         """The gradients of each context, by the names of leaves. Those of AMBIENT are in `.grad` here."""
+
+    def do(self, step: Step) -> None:
+        self._label = AMBIENT  # unless the step says otherwise
+        super().do(step)
 
     # -- calls
 
@@ -188,6 +192,10 @@ class _CallsOf:
 
     def call_back(self, function: str, *args: object) -> Any:
         return self.call(self._world.callers[-1], function, *args)
+
+    def gradient_apart(self, work: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+        (gradient,) = torch.autograd.grad(work(), [x])
+        return gradient
 
 
 class _Crossing(torch.autograd.Function):

@@ -177,6 +177,11 @@ class _CallsToWorkers:
     def call_back(self, function: str, *args: object) -> Any:
         return gw.caller().call(function, *args)
 
+    def gradient_apart(self, work: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+        with gw.context() as context:
+            context.backward(work())
+            return context.gradients().get(x)
+
 
 def real_site(name: str) -> Site:
     """What a real worker serves."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from tests.search.local import ROWS, SHAPE, bounded, dense, integers, sparse, with_dense_gradient
+import torch.utils.checkpoint
+from tests.search.local import ROWS, SHAPE, bounded, dense, integers, sparse, with_dense_gradient, with_hook
 
 import gradwire as gw
 
@@ -29,6 +30,9 @@ class Calls(Protocol):
 
     def call_back(self, function: str, *args: object) -> Any:
         """Calls the one who called."""
+
+    def gradient_apart(self, work: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+        """The gradient for x of what is computed, by a pass of the worker's own that leaves no trace."""
 
 
 Several = tuple[torch.Tensor, ...]
@@ -150,6 +154,33 @@ class Site:
         (gradient,) = torch.autograd.grad((out * self.weights).sum(), [x], create_graph=True)
         return bounded(gradient) * x
 
+    def pass_inside(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+        """A whole pass within a call, with a context of its own."""
+        x = dense(single(x))
+        z = x.detach().requires_grad_()
+
+        def work() -> torch.Tensor:
+            with torch.enable_grad():
+                result: torch.Tensor = self._calls.call(other, "weigh", z * z, z, key, self.name)
+                return (result * self.weights).sum()
+
+        gradient = self._calls.gradient_apart(work, z)
+        assert gradient is not None
+        return bounded(gradient) * x
+
+    def checkpointed(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+        """Calls another worker, and does so again in backward."""
+        result: torch.Tensor = torch.utils.checkpoint.checkpoint(
+            lambda z: self._calls.call(other, "weigh", z * z, z, key, self.name),
+            dense(single(x)) * self.weights,
+            use_reentrant=False,
+        )
+        return result
+
+    def hooked(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+        z = dense(single(x)) * self.weights
+        return with_hook(z, lambda gradient: gradient * 2)
+
     # -- with states, which keep their graph
 
     def keep(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
@@ -196,6 +227,13 @@ class Site:
         """Modifies a state in place."""
         if key in self.states and not self.states[key].is_leaf:
             self.states[key].add_(dense(single(x)))
+        return dense(single(x)) * 2
+
+    def hook_state(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+        """Linear, as what a gradient is added up from may come by and by."""
+        state = self.states.get(key)
+        if state is not None:
+            with_hook(state, lambda gradient: gradient * 2)
         return dense(single(x)) * 2
 
     def keep_sparse(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
@@ -328,6 +366,7 @@ STATELESS = (
     "embed",
     "to_sparse",
     "sparse_twice",
+    "hooked",
 )
 STATEFUL = (
     "keep",
@@ -338,6 +377,7 @@ STATEFUL = (
     "exchange",
     "first_row",
     "bump",
+    "hook_state",
     "keep_sparse",
     "cell",
 )
@@ -354,4 +394,6 @@ CALLING = (
     "refer",
     "embed_at",
     "penalty",
+    "pass_inside",
+    "checkpointed",
 )
