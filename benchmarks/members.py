@@ -24,7 +24,7 @@ ANSWER_SECONDS = 120.0
 """How long a member may take for one command: the slowest takes seconds, on a loaded machine more."""
 
 _PR_SET_PDEATHSIG = 1
-_PRELOADED = ["benchmarks.trainers", "torch.distributed.optim", "torch.distributed.rpc"]
+_PRELOADED = ["gradwire._public", "benchmarks.trainers", "torch.distributed.optim", "torch.distributed.rpc"]
 
 
 class MemberFailed(RuntimeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextvars import Token
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -93,7 +92,7 @@ class Context:
             state.scale_gradients(tensors, factor)
 
     def __enter__(self) -> Self:
-        self._entered.append(enter(replace(current_scope(), context=self._id)))
+        self._entered.append(enter(current_scope().in_context(self._id)))
         return self
 
     def __exit__(

@@ -52,6 +52,10 @@ class Scope:
     compression: Compression | None = None
     """Of calls that are made; None for what the handle to a worker says."""
 
+    def in_context(self, context: ContextId | None) -> Scope:
+        """The same with another context. Written out, as every call needs it, and `replace` takes longer."""
+        return Scope(self.node, self.exchange, self.deadline, context, self.around_wait, self.compression)
+
 
 _scope: ContextVar[Scope] = ContextVar("gradwire_scope", default=Scope())  # noqa: B039 - frozen
 

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -66,7 +65,7 @@ class Servicer:
         if request.released:
             participant.store.release(message_ids(request.released))
         context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
-        scope = replace(current_scope(), context=context)
+        scope = current_scope().in_context(context)
         with entered(scope), applied_modes(request.modes), participant.store.in_use(context):
             encoder, reply, refs = self._runner.run(request, exchange, context)
             table, attachments = encoder.finish()

@@ -128,7 +128,8 @@ def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> An
         if isinstance(outcome, bytes):
             return outcome
         _shorten(outcome)
-        context.set_trailing_metadata(((ERROR_METADATA, outcome.SerializeToString()), *_retry_hint(outcome)))
+        described = (ERROR_METADATA, outcome.SerializeToString())
+        context.set_trailing_metadata((described, *_retry_hint(outcome, name)))
         text = f"{outcome.types[0]}: {outcome.message}" if outcome.types else outcome.message
         context.abort(_STATUS.get(outcome.code, grpc.StatusCode.INTERNAL), text)
         raise AssertionError("abort raises")
@@ -136,8 +137,11 @@ def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> An
     return grpc.unary_unary_rpc_method_handler(serve)
 
 
-def _retry_hint(error: link_pb2.Error) -> tuple[tuple[str, str], ...]:
+def _retry_hint(error: link_pb2.Error, name: str) -> tuple[tuple[str, str], ...]:
     """What gRPC's own retries, where a client has configured them, wait for."""
+    if error.worker != name:
+        # Another worker's: the function that called it has run here, and must not run again by itself.
+        return (("grpc-retry-pushback-ms", "-1"),)
     if not error.retry_after_seconds:
         return ()
     return (("grpc-retry-pushback-ms", str(math.ceil(1000 * error.retry_after_seconds))),)

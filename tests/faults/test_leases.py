@@ -29,6 +29,7 @@ CLIENTS = """
 import os, signal, sys
 import torch
 import gradwire as gw
+import gradwire._public  # all of it, before there are many
 
 torch.set_num_threads(1)
 address, count = sys.argv[1], int(sys.argv[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from tests.faults.test_deaths import wait_for
@@ -20,6 +22,7 @@ import gradwire as gw
 import gradwire_server as gws
 from gradwire._node import Node
 from gradwire._workers import RemoteWorker
+from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport import LinkSettings
 from gradwire.transport.questions import Asked
 from gradwire.transport.window import Window
@@ -40,6 +43,7 @@ CROWD = """
 import os, sys
 import torch
 import gradwire as gw
+import gradwire._public  # all of it, before there are many
 
 torch.set_num_threads(1)
 address, clients = sys.argv[1], int(sys.argv[2])
@@ -310,3 +314,38 @@ def test_a_refusal_further_on_does_not_make_a_function_run_twice() -> None:
     assert not caught.value.not_started, "relay has run"
     assert caught.value.retryable
     assert caught.value.worker == "busy"
+
+
+RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.01s",
+                "maxBackoff": "0.1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["RESOURCE_EXHAUSTED", "UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+
+def test_retries_of_grpc_do_not_make_a_function_run_twice() -> None:
+    runs = []
+
+    def relay(address: str) -> None:
+        runs.append(address)
+        gw.connect(address).call("occupy", timeout=0.5)
+
+    with Busy().running() as address, gws.Worker(relay, name="relay") as worker:
+        request = autograd_pb2.ForwardWithAutogradRequest(function="relay")
+        request.args.add(text=address)
+        options = [("grpc.enable_retries", 1), ("grpc.service_config", json.dumps(RETRIES))]
+        with grpc.insecure_channel(worker.address, options=options) as channel:
+            forward = channel.unary_unary("/gradwire.v1.Worker/ForwardWithAutograd")
+            with pytest.raises(grpc.RpcError) as caught:
+                forward(request.SerializeToString(), timeout=DEADLINE)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(runs) == 1

@@ -154,6 +154,13 @@ def test_a_mistyped_option_or_literal_is_wrong_usage(daemon: Daemon) -> None:
         assert wrong in done.stderr
 
 
+def test_a_function_may_have_parameters_that_are_called_as_options_of_the_command(daemon: Daemon) -> None:
+    arguments = ("timeout=3", "name=ada", "function=f")
+    done = gradwire_command("call", daemon.address, "same", *arguments, "--timeout", "30", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [[], {"timeout": 3, "name": "ada", "function": "f"}]
+
+
 def test_a_call_ends_with_its_timeout(daemon: Daemon, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -121,7 +121,7 @@ class _Crowd:
         self._folder = folder
         # Loading torch takes seconds. A server that has done so, and has not used gradwire, forks clients.
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(["tests.soak.client"])
+        self._processes.set_forkserver_preload(["gradwire._public", "tests.soak.client"])
         first = self._processes.Process(target=_nothing)
         first.start()
         first.join()

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 import gradwire as gw
-import gradwire_server as gws
 from gradwire._snapshots import SnapshotReader, directory
 from gradwire_server.state import StateDir
+from gradwire_server.worker import Worker
 
 ROUNDS = 30
 PATIENCE = 30.0
@@ -177,7 +177,7 @@ def kill_workers(path: Path, chance: random.Random) -> dict[str, object]:
                 return done
 
             StateDir.save = reporting_save  # type: ignore[method-assign]
-            with gws.Worker(Counter, state_dir=path, save_every=0.001) as worker:
+            with Worker(Counter, state_dir=path, save_every=0.001) as worker:
                 handle = gw.connect(worker.address)
                 there = [held.name for held in worker._objects.named()]
                 counter = handle.get("counter") if there else handle.create("Counter", name="counter")
