@@ -55,11 +55,12 @@ def with_dense_gradient(x: torch.Tensor) -> torch.Tensor:
 class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return dense(gradient)
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else dense(gradient)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -129,9 +129,9 @@ class World(ABC):
 
     def _arguments(self, call: Call) -> Arguments:
         left, right = self._operand(call.left), self._operand(call.right)
-        if call.function == "embed" and isinstance(left, torch.Tensor):
+        if call.function == "embed":
             # The gradient that comes back for it is sparse.
-            return with_dense_gradient(left), right
+            return with_dense_gradient(dense(single(left))), right
         return left, right
 
     # -- for the backward of either world
