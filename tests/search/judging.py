@@ -134,6 +134,9 @@ class _Comparison:
     # -- equality
 
     def _compare_values(self, step: Step) -> None:
+        if self._oracle.without_gradient != self._world.without_gradient:
+            without = (self._world.without_gradient, self._oracle.without_gradient)
+            raise _Found("no gradient for {} instead of {} of those that were asked for".format(*without))
         expected, found = self._oracle.values.get(step.id, ()), self._world.values.get(step.id, ())
         if len(expected) != len(found):
             raise _Found(f"{len(found)} values instead of {len(expected)}")
@@ -158,10 +161,12 @@ class _Comparison:
 
 
 def _compare(what: str, found: Any, expected: Any) -> None:
-    """None counts as zero."""
-    zero = torch.zeros((), dtype=torch.float64)
-    one = zero if found is None else torch.as_tensor(found)
-    other = zero if expected is None else torch.as_tensor(expected)
+    """No gradient is something else than a gradient of zeros: optimizers pass by what has none."""
+    if found is None or expected is None:
+        if found is not expected:
+            raise _Found(f"the gradient of {what} is {_numbers(found)} instead of {_numbers(expected)}")
+        return
+    one, other = torch.as_tensor(found), torch.as_tensor(expected)
     _check_size(other)
     if not _are_equal(one, other):
         raise _Found(f"the gradient of {what} is {_numbers(one)} instead of {_numbers(other)}")
@@ -192,6 +197,5 @@ def _brief(error: BaseException) -> str:
     return str(error).splitlines()[0][:200]
 
 
-def _numbers(tensor: torch.Tensor) -> list[Any]:
-    numbers: list[Any] = dense(tensor.detach()).tolist()
-    return numbers
+def _numbers(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else dense(tensor.detach()).tolist()

@@ -36,6 +36,8 @@ class World(ABC):
     def __init__(self) -> None:
         self.leaves = [integers(1000 + index, *SHAPE).requires_grad_() for index in range(LEAVES)]
         self.values: dict[int, tuple[Any, ...]] = {}
+        self.without_gradient: list[int] = []
+        """Which of the gradients that the last step asked for are none."""
 
     # -- what the worlds do each in their own way
 
@@ -75,6 +77,7 @@ class World(ABC):
 
     def do(self, step: Step) -> None:
         """Runs one step. Its values are then in `values`."""
+        self.without_gradient = []
         match step:
             case Local():
                 self._keep(step.id, self._locally(step))
@@ -85,9 +88,9 @@ class World(ABC):
                 results = self.call_together(step.calls, arguments)
                 self._keep(step.id, tuple(tensor for result in results for tensor in _tensors(result)))
             case Backward():
-                self._keep(step.id, tuple(map(_or_zeros, self.backward(step))))
+                self._keep_gradients(step.id, self.backward(step))
             case AtOnce():
-                self._keep(step.id, tuple(map(_or_zeros, self.backward_at_once(step.backwards))))
+                self._keep_gradients(step.id, self.backward_at_once(step.backwards))
             case State():
                 self.tell(step.worker, step.action, step.key)
             case Clear():
@@ -104,6 +107,12 @@ class World(ABC):
         values = _tensors(value)
         if values:
             self.values[id] = values
+
+    def _keep_gradients(self, id: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Where there is none, the value is of zeros."""
+        self.without_gradient = [index for index, gradient in enumerate(gradients) if gradient is None]
+        zeros = torch.zeros(SHAPE, dtype=torch.float64)
+        self._keep(id, tuple(zeros if gradient is None else gradient for gradient in gradients))
 
     def _locally(self, step: Local) -> torch.Tensor:
         left, right = single(self._operand(step.left)), single(self._operand(step.right))
@@ -167,7 +176,3 @@ def _tensors(value: Any) -> tuple[Any, ...]:
     """The values of a step: those of floating point, or a ref."""
     values = value if isinstance(value, tuple) else (value,)
     return tuple(one for one in values if not isinstance(one, torch.Tensor) or one.is_floating_point())
-
-
-def _or_zeros(gradient: torch.Tensor | None) -> torch.Tensor:
-    return torch.zeros(SHAPE, dtype=torch.float64) if gradient is None else gradient
