@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import sys
 import threading
 from datetime import UTC, datetime
@@ -106,7 +107,10 @@ def configure(level: str = "info", format: str = "auto", stream: TextIO | None =
     sys.unraisablehook = _unraisable
 
 
-def _in_background(stream: TextIO, name: str) -> TextIO:
+def _in_background(stream: TextIO | None, name: str) -> TextIO:
+    # Python has none where the process was started with it closed.
+    stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 - for as long as the process
+
     def tell_dropped(lines: int) -> None:
         _log.warning(
             "%d lines of %s were dropped: they were not read in time",

@@ -412,3 +412,16 @@ def test_lines_that_were_dropped_are_told_once_the_log_is_read_again(
                 break
     assert written + dropped == many
     assert dropped
+
+
+def test_a_daemon_that_is_started_without_outputs_serves_and_ends(folder: Path) -> None:
+    command = server_command("serve", "greeting", "--bind", f"unix:{folder / 'socket'}")
+    process = subprocess.Popen(["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *command], cwd=folder)
+    try:
+        with gradwire.connect(f"unix:{folder / 'socket'}", connect_timeout=DEADLINE) as worker:
+            assert worker.greet() is None
+        process.terminate()
+        assert process.wait(DEADLINE) == 0
+    finally:
+        process.kill()
+        process.wait()
