@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
-from contextvars import Token
+from contextvars import ContextVar, Token
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -16,6 +17,10 @@ from gradwire.autograd import ContextId, Run, backward_to_leaves, run_waiting_ho
 
 __all__ = ["Context", "context", "current_context"]
 
+_entered: ContextVar[tuple[Token[Scope], ...]] = ContextVar("gradwire_entered", default=())
+"""What the blocks that this thread or task is in were before, the innermost last. Not kept by the contexts:
+several threads and tasks may be in the same one."""
+
 
 class Context:
     """Gradients of one pass, apart from all others and from `.grad`.
@@ -26,11 +31,13 @@ class Context:
     """
 
     def __init__(self, node: Node, id: ContextId, *, is_own: bool) -> None:
-        """`is_own`: it ends when the block that entered it first is left."""
+        """`is_own`: it ends when the last block that is in it is left."""
         self._node = node
         self._id = id
         self._is_own = is_own
-        self._entered: list[Token[Scope]] = []
+        self._lock = threading.Lock()
+        self._blocks = 0
+        """How many blocks are in it, in all threads."""
 
     @property
     def id(self) -> ContextId:
@@ -56,6 +63,7 @@ class Context:
         else:
             gradients = list(grad_tensors)
         participant = self._node.participant
+        participant.store.get(self._id)  # if it has ended, says so before anything of the graph is freed
         pass_id = participant.start_pass()
         run = Run(
             participant,
@@ -92,14 +100,21 @@ class Context:
             state.scale_gradients(tensors, factor)
 
     def __enter__(self) -> Self:
-        self._entered.append(enter(current_scope().in_context(self._id)))
+        _entered.set((*_entered.get(), enter(current_scope().in_context(self._id))))
+        with self._lock:
+            self._blocks += 1
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leave(self._entered.pop())
-        if self._is_own and not self._entered:
+        *outer, innermost = _entered.get()
+        _entered.set(tuple(outer))
+        leave(innermost)
+        with self._lock:
+            self._blocks -= 1
+            ends = self._is_own and not self._blocks
+        if ends:
             self._node.participant.end_context(self._id)
 
     def __repr__(self) -> str:

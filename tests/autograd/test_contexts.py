@@ -298,3 +298,40 @@ def test_a_plain_backward_fills_grad_even_if_it_comes_back_by_way_of_a_callback(
             found = worker.train(asked.address)
     assert_close(found["weight"], torch.full((2,), 15.0), "weight")
     assert_close(found["x"], torch.full((2,), 3.0), "x")
+
+
+def test_several_threads_and_tasks_may_be_in_one_context_and_the_last_ends_it() -> None:
+    weighted = Weighted()
+    x = torch.full((3,), 2.0, requires_grad=True)
+    with gws.Worker(weighted.scale, weighted.gradient) as served, gw.connect(served.address) as worker:
+        context = gw.context()
+        is_in, may_leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with context:
+                is_in.set()
+                assert may_leave.wait(60)
+                context.backward(worker.scale(x).sum())
+                assert gw.current_context().id == context.id
+
+        async def tasks() -> None:
+            async def take_turns() -> None:
+                with context:
+                    await asyncio.sleep(0)
+                    assert gw.current_context().id == context.id
+                assert gw.current_context().id != context.id
+
+            await asyncio.gather(*(take_turns() for _ in range(3)))
+
+        with ThreadPoolExecutor(1) as pool:
+            staying = pool.submit(stay)
+            assert is_in.wait(60)
+            with context:
+                context.backward(worker.scale(x).sum())
+            asyncio.run(tasks())
+            with context:
+                assert_close(worker.gradient(), torch.full((3,), 2.0), "weight")
+                may_leave.set()
+                staying.result(60)
+                assert_close(worker.gradient(), torch.full((3,), 4.0), "weight")
+        assert context.gradients() == {}
