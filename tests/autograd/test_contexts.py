@@ -63,6 +63,16 @@ def test_any_number_of_roots_of_any_shape(trio: Both, leaf: Leaf) -> None:
         trio.check_parameters()
 
 
+def test_a_leaf_that_is_a_root_twice_counts_twice(trio: Both, leaf: Leaf) -> None:
+    x, one, other = leaf(0), leaf(1).detach(), leaf(2).detach()
+    with gw.context() as context:
+        context.backward([x, x], [one, other])
+        assert_close(context.gradients()[x], one + other, "here")
+        found = [trio.a.leaf(), trio.a.leaf()]  # the same parameter of a worker
+        context.backward(found, [one[0], other[0]])
+        assert_close(trio.a.gradients()["bias"], one[0] + other[0], "on a worker")
+
+
 def test_retained_graphs_accumulate_in_the_context(trio: Both, leaf: Leaf) -> None:
     x = leaf()
     with gw.context() as context:

@@ -22,8 +22,9 @@ Root = torch.Tensor | GradientEdge
 
 def nodes_from(roots: Sequence[Root]) -> Iterator[Node]:
     """Every node that is reached, once."""
-    stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
-    seen = set(stack)
+    starts = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
+    seen = set(starts)
+    stack = list(seen)
     while stack:
         node = stack.pop()
         yield node
