@@ -178,6 +178,8 @@ class AlreadyExists(CallRefused, ValueError):
 class StaleParameters(CallRefused, RuntimeError):
     """Parameters were stepped between a forward and its backward; `parameters` names them.
 
+    Or during one of them that took so long that the step did not wait for it.
+
     Locally PyTorch fails here, too. For asynchronous training make the module with ``stale="allow"``.
     """
 

@@ -141,14 +141,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_one(self, ticket: int, part: RemotePart) -> None:
         """One request. Once it is sent it counts."""
-        call = part.start("step", ticket, *self._checks(), _PATIENCE_SECONDS)
+        call = part.start("step", ticket, *self._checks(), _PATIENCE_SECONDS, True)
         self._conclude(ticket, [part], [call], Settled([call]))
 
     def _prepare_and_commit(self, ticket: int, *, in_turn: bool) -> None:
         """Asks all workers whether they can step, then tells them to.
 
         At first all at once. If another trainer was in the way, one after the other, in the order that all
-        trainers keep to: so they wait for one another, but never in a circle.
+        trainers keep to: so they wait for one another, but never in a circle. Each worker then lets them step
+        in the order in which they came, and keeps the place of one that comes again.
         """
         parts = sorted(self._remote, key=lambda part: part.node) if in_turn else self._remote
         groups = [[part] for part in parts] if in_turn else [parts]
@@ -158,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for group in groups:
                 asked += group
                 settled = Settled(
-                    [part.start("prepare", ticket, *self._checks(), patience) for part in group]
+                    [part.start("prepare", ticket, *self._checks(), patience, in_turn) for part in group]
                 )
                 if settled.failed:
                     raise _who_and_why([(group[index], error) for index, error in settled.failed])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import CoroutineType
 
 import numpy
 import torch
 from google.protobuf.message import Message
+from torch.utils._pytree import tree_map_only
 
 from gradwire import wire
 from gradwire._node import Node
@@ -19,6 +21,7 @@ from gradwire.autograd import ContextId, MessageId, applied_modes
 from gradwire.errors import InvalidDeviceMap, MalformedMessage, StaleParameters
 from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.transport import Buffer, Exchange, Link
+from gradwire_server.access import Reading
 from gradwire_server.limits import HoldLimits
 from gradwire_server.objects import Held, Kept, Objects, Recipe, is_data, method_of
 from gradwire_server.registry import Registry, Served
@@ -70,11 +73,10 @@ class CallRunner:
             self._hold_limits.check(self._node.participant.store, self._objects, client)
         # An instance that is called by its name as a function is looked after like any other object.
         module = target or self._objects.of(served.value)
-        check_fresh = _freshness(module) if module is not None and torch.is_grad_enabled() else None
         # Before the function runs, which may change its arguments.
         recipe = self._recipe(served, request, exchange)
         with self._objects.in_use(module):
-            result = self._evaluate(served, target, request, exchange)
+            result, check_fresh = self._evaluate(served, target, module, request, exchange)
         if request.HasField("keep") or served.makes_objects:
             result = self._keep(result, request, owner, recipe)
         refs: list[int] = []
@@ -108,25 +110,36 @@ class CallRunner:
         self,
         served: Served,
         target: Held | None,
+        module: Held | None,
         request: autograd_pb2.ForwardWithAutogradRequest,
         exchange: Exchange,
-    ) -> object:
-        args, kwargs = self._arguments(request, exchange.request.attachments, exchange.link)
-        return _call(served, target, args, kwargs)
+    ) -> tuple[object, Callable[[], None] | None]:
+        """The result, and a check that its backward can still be run."""
+        used = [] if module is None else [module]
+        args, kwargs = self._arguments(request, exchange.request.attachments, exchange.link, used)
+        reading = None
+        if not request.function.startswith("gradwire."):  # those wait for their turn themselves
+            reading = self._objects.access.reading(lock for held in used for lock in held.locks)
+        if reading is None:
+            return _call(served, target, args, kwargs), None
+        with reading:
+            check_fresh = _freshness(module, reading) if torch.is_grad_enabled() else None
+            return _apart(_call(served, target, args, kwargs), used), check_fresh
 
     def _arguments(
         self,
         request: autograd_pb2.ForwardWithAutogradRequest,
         attachments: Sequence[Buffer],
         link: Link | None,
+        used: list[Held],
     ) -> tuple[list[object], dict[str, object]]:
-        """The arguments of a call, as part of the graph here."""
+        """The arguments of a call, as part of the graph here. Adds the objects among them to `used`."""
         decoder = wire.Decoder(
             request.tensors,
             attachments,
             limits=self._limits,
             types=self._registry.types,
-            resolve_ref=self._resolve,
+            resolve_ref=partial(self._resolve, used),
         )
         if link is not None and decoder.saved:
             link.count_saved(decoder.saved)
@@ -208,7 +221,7 @@ class CallRunner:
                 else self._method(target, request.function)
             )
             attachments = [numpy.frombuffer(bytearray(one), numpy.uint8) for one in recipe.attachments]
-            args, kwargs = self._arguments(request, attachments, None)
+            args, kwargs = self._arguments(request, attachments, None, [])
             return _call(served, target, args, kwargs)
 
     def _ref_of(self, value: object, owner: int, refs: list[int]) -> value_pb2.RemoteRef | None:
@@ -230,12 +243,13 @@ class CallRunner:
             held = self._objects.keep(value, owner=owner)
         return held
 
-    def _resolve(self, ref: value_pb2.RemoteRef) -> object:
+    def _resolve(self, used: list[Held], ref: value_pb2.RemoteRef) -> object:
         """The object itself if it is here, else a handle to where it is."""
         # Not by the name alone: another worker may share something else by the same name.
         if ref.node.id != self._node.identity.node:
             return handle_for(ref, self._node)
-        return self._objects.find(ref).value
+        used.append(self._objects.find(ref))
+        return used[-1].value
 
 
 def _call(served: Served, target: Held | None, args: list[object], kwargs: dict[str, object]) -> object:
@@ -270,15 +284,20 @@ def _asker(request: autograd_pb2.ForwardWithAutogradRequest, exchange: Exchange)
     return request.autograd.context.node
 
 
-def _freshness(target: Held) -> Callable[[], None] | None:
-    """A check that the parameters of a module are still those of now."""
-    module = target.value
-    if target.allow_stale or not isinstance(module, torch.nn.Module):
-        return None
-    versions = [(name, parameter, parameter._version) for name, parameter in module.named_parameters()]
-    class_name = type(module).__name__
+def _freshness(target: Held | None, reading: Reading) -> Callable[[], None]:
+    """A check that the parameters of a module are still those of now, unless they need not be, and that none
+    was changed while it was computed with them."""
+    module = None if target is None or target.allow_stale else target.value
+    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    versions = [(name, parameter, parameter._version) for name, parameter in named]
+    class_name = "parameters" if target is None else type(target.value).__name__
 
     def check() -> None:
+        if reading.is_overtaken:
+            raise StaleParameters(
+                f"{class_name}: an optimizer step was made during the forward, which took too long to wait "
+                "for; run it again"
+            )
         stale = [name for name, parameter, version in versions if parameter._version != version]
         if stale:
             shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
@@ -290,6 +309,23 @@ def _freshness(target: Held) -> Callable[[], None] | None:
             raise error
 
     return check
+
+
+def _apart(result: object, used: Sequence[Held]) -> object:
+    """A result whose tensors share no memory with parameters that may change while it is sent.
+
+    Elsewhere their version counters tell if they do. Where stale parameters are allowed, those stay the same.
+    """
+    lenient = [held.value for held in used if held.allow_stale and isinstance(held.value, torch.nn.Module)]
+    if not lenient:
+        return result
+    shared = {parameter.untyped_storage()._cdata for module in lenient for parameter in module.parameters()}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        is_shared = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in shared
+        return tensor.clone() if is_shared else tensor
+
+    return tree_map_only(torch.Tensor, copied, result)
 
 
 def _put_on_devices(decoder: wire.Decoder, devices: Sequence[str]) -> None:

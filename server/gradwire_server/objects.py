@@ -15,28 +15,38 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire._bookkeeping import InUse, Tally
-from gradwire._scope import current_scope, waiting
+from gradwire._scope import current_scope
 from gradwire.autograd import nbytes
-from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StepRefused, UnknownFunction
+from gradwire.errors import (
+    AlreadyExists,
+    NotFound,
+    PermissionDenied,
+    StaleParameters,
+    StepRefused,
+    UnknownFunction,
+)
 from gradwire.proto.v1 import value_pb2
 from gradwire.transport import call_later
+from gradwire_server.access import Access, ParameterLock, Reading
 from gradwire_server.registry import Served, method_names
 
 if TYPE_CHECKING:
     from gradwire_server.optimizers import WorkerOptimizer
 
-__all__ = ["Held", "Kept", "Objects", "Recipe", "StepLock", "is_data", "method_of", "taken"]
+__all__ = ["Held", "Kept", "Objects", "Recipe", "is_data", "method_of"]
 
 log = logging.getLogger("gradwire.server")
 
@@ -52,39 +62,6 @@ _DATA = (
 def is_data(value: object) -> bool:
     """Whether a value is what it holds: two that are equal are as good as one."""
     return isinstance(value, _DATA)
-
-
-class StepLock:
-    """Held while parameters are changed, and while they are saved."""
-
-    _orders = itertools.count()
-
-    def __init__(self) -> None:
-        self.order = next(self._orders)
-        """Locks are taken in this order by everybody, so that nobody waits in a circle."""
-        self._lock = threading.Lock()
-
-    def take(self, give_up_at: float | None = None) -> bool:
-        """Whether it could be had in time."""
-        if self._lock.acquire(blocking=False):
-            return True
-        left = -1.0 if give_up_at is None else max(give_up_at - time.monotonic(), 0.0)
-        # Who holds it may need the slot that this thread computes in to go on, and to let go of it.
-        return waiting(partial(self._lock.acquire, timeout=left))
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def taken(locks: Iterable[StepLock], give_up_at: float | None = None) -> ExitStack | None:
-    """Takes all of them, to be released by closing what is returned; None if they were not free in time."""
-    stack = ExitStack()
-    for lock in sorted(set(locks), key=lambda lock: lock.order):
-        if not lock.take(give_up_at):
-            stack.close()
-            return None
-        stack.callback(lock.release)
-    return stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +88,7 @@ class Held:
     """Exposed by the worker's own code."""
     allow_stale: bool = False
     recipe: Recipe | None = None
-    locks: frozenset[StepLock] = field(default_factory=frozenset)
+    locks: frozenset[ParameterLock] = field(default_factory=frozenset)
     """Those of its parameters. Modules that share parameters share locks."""
     bytes: int = 0
     """Of its tensors, as far as they can be seen."""
@@ -120,8 +97,8 @@ class Held:
     """Calls that run on it."""
     handles: int = 0
     """How many refs to it were sent and not yet let go of. With the last it goes, unless it has a name."""
-    steps: int = 0
-    """How often an optimizer changed it. Version counters do not tell where stale parameters are allowed."""
+    changes: int = 0
+    """How often it was changed. Version counters do not tell where stale parameters are allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +118,8 @@ class Objects:
         self._held: dict[int, Held] = {}
         self._names: dict[str, Held] = {}
         self._by_identity: dict[int, list[Held]] = {}
-        self._locks: MutableMapping[torch.Tensor, StepLock] = WeakTensorKeyDictionary()
+        self._locks: MutableMapping[torch.Tensor, ParameterLock] = WeakTensorKeyDictionary()
+        self.access = Access()
         self.counts = Tally()
         """Of objects, by their owners."""
         self.bytes = Tally()
@@ -192,11 +170,11 @@ class Objects:
                 self._names[name] = held
             return held
 
-    def _locks_of(self, value: object) -> frozenset[StepLock]:
+    def _locks_of(self, value: object) -> frozenset[ParameterLock]:
         if not isinstance(value, torch.nn.Module):
             return frozenset()
         parameters = list(value.parameters())
-        new = StepLock()
+        new = ParameterLock()
         for parameter in parameters:
             self._locks.setdefault(parameter, new)
         return frozenset(self._locks[parameter] for parameter in parameters)
@@ -244,6 +222,15 @@ class Objects:
         """While a call runs on an object. None: on none."""
         return InUse(self._lock, held)
 
+    def backward_through(self, leaves: Sequence[Node]) -> AbstractContextManager[object]:
+        """To be entered around a backward, of whose leaves some may be parameters of modules here.
+
+        Who ends it learns whether it took so long that parameters were changed meanwhile.
+        """
+        found = (self._locks.get(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
+        reading = self.access.reading(lock for lock in found if lock is not None)
+        return nullcontext() if reading is None else _not_overtaken(reading)
+
     @contextmanager
     def unchanging(self, values: Iterable[object]) -> Iterator[None]:
         """No optimizer changes these objects meanwhile.
@@ -252,17 +239,36 @@ class Objects:
         """
         found = [held for held in map(self.of, values) if held is not None]
         limit = current_scope().deadline
-        locks = taken(
-            (lock for held in found for lock in held.locks),
-            time.monotonic() + _PATIENCE_SECONDS if limit is None else limit,
-        )
-        if locks is None:
+        locks = frozenset(lock for held in found for lock in held.locks)
+        turn = self.access.turn(locks, time.monotonic() + _PATIENCE_SECONDS if limit is None else limit)
+        if turn is None:
             names = ", ".join(held.name or type(held.value).__name__ for held in found[:5])
             error = StepRefused(f"{names}: a trainer is about to step, and does not go on")
             error.reason = "busy"
             raise error
-        with locks:
+        with turn:
             yield
+
+    @contextmanager
+    def changing(self, values: Iterable[object]) -> Iterator[None]:
+        """The same for who changes them: nobody computes with them meanwhile, either."""
+        found = [held for held in map(self.of, values) if held is not None]
+        with self.unchanging(values), self.being_changed(found):
+            yield
+
+    @contextmanager
+    def being_changed(self, changed: Sequence[Held]) -> Iterator[None]:
+        """For who has the turn to change objects: nobody computes with their parameters meanwhile."""
+        lenient = tuple(p for held in changed if held.allow_stale for p in held.value.parameters())
+        with self.access.changing(frozenset(lock for held in changed for lock in held.locks)):
+            # A backward of an older forward then uses the new values: that is what was asked for.
+            preserve: Callable[..., Any] = _unsafe_preserve_version_counter
+            try:
+                with preserve(lenient) if lenient else nullcontext():
+                    yield
+            finally:
+                for held in changed:
+                    held.changes += 1
 
     def named(self) -> list[Held]:
         with self._lock:
@@ -335,6 +341,17 @@ class Objects:
                 except Exception:
                     # The others that go with it must go, too.
                     log.exception("closing a %s failed", type(held.value).__name__)
+
+
+@contextmanager
+def _not_overtaken(reading: Reading) -> Iterator[None]:
+    with reading:
+        yield
+    if reading.is_overtaken:
+        raise StaleParameters(
+            "an optimizer step was made during this backward, since that took too long to wait for; run the "
+            "forward again"
+        )
 
 
 def _sweep(objects_ref: weakref.ref[Objects], seconds: float, is_linked: Callable[[int], bool]) -> None:

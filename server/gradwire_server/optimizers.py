@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import gradwire
 from gradwire._stepping import HALF_MADE, MADE, NOT_MADE, UNKNOWN, Rehearsal, sum_of_powers
 from gradwire.errors import StepRefused, WrongArguments
-from gradwire_server.objects import Held, Objects, taken
+from gradwire_server.objects import Held, Objects
 from gradwire_server.registry import Registry
 
 __all__ = ["Optimizers", "WorkerOptimizer"]
@@ -96,8 +95,9 @@ class Optimizers:
 class WorkerOptimizer:
     """One trainer's optimizer on one worker.
 
-    A step is made in two parts. `prepare` takes the locks of the modules and checks that the step can be
-    made; `commit` makes it. Between the two no other trainer can step these modules, so steps are whole.
+    A step is made in two parts. `prepare` takes the turn to change the modules and checks that the step can
+    be made; `commit` makes it, while nobody computes with them. Between the two no other trainer can step
+    these modules, so steps are whole.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class WorkerOptimizer:
         # In one order everywhere, so that two steps never wait for each other.
         self.modules = sorted({held.number: held for held in modules}.values(), key=lambda held: held.number)
         self._objects = objects
-        self._locks = {lock for held in self.modules for lock in held.locks}
+        self._locks = frozenset(lock for held in self.modules for lock in held.locks)
         self._rehearsal = Rehearsal(optimizer)
         self._lock = threading.Lock()
         self._prepared: tuple[int, dict[torch.Tensor, torch.Tensor], ExitStack] | None = None
         self._given_up = 0.0
-        """The last ticket that was given up. Asked to prepare it late, must not hold the locks for it."""
+        """The last ticket that was given up. Asked to prepare it late, must not keep the turn for it."""
         self._committed = 0
         self._half_made = 0
         self._arrived = 0
@@ -142,10 +142,11 @@ class WorkerOptimizer:
         skip_nonfinite: bool,
         allow_missing: bool,
         patience: float,
+        keep_place: bool,
     ) -> None:
         """Checks that a step can be made, and keeps others from making one until commit or abort."""
         self._arrive(ticket)
-        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience)
+        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience, keep_place)
         with self._lock:
             if ticket > self._given_up:
                 self._prepared = (ticket, gradients, held)
@@ -184,10 +185,11 @@ class WorkerOptimizer:
         skip_nonfinite: bool,
         allow_missing: bool,
         patience: float,
+        keep_place: bool,
     ) -> None:
         """Both parts at once, for a trainer that has no other worker to agree with."""
         self._arrive(ticket)
-        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience)
+        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience, keep_place)
         with held:
             with self._lock:
                 if ticket <= self._given_up:
@@ -233,7 +235,7 @@ class WorkerOptimizer:
             return self.copied_state()
 
     def copied_state(self) -> dict[str, Any]:
-        """The same for somebody who holds the locks of the modules already."""
+        """The same for somebody who has the turn to change the modules already."""
         state: dict[str, Any] = _copied(self._optimizer.state_dict())
         return state
 
@@ -257,11 +259,20 @@ class WorkerOptimizer:
     # -- the step
 
     def _agree(
-        self, options: list[dict[str, Any]], skip_nonfinite: bool, allow_missing: bool, patience: float
+        self,
+        options: list[dict[str, Any]],
+        skip_nonfinite: bool,
+        allow_missing: bool,
+        patience: float,
+        keep_place: bool,
     ) -> tuple[dict[torch.Tensor, torch.Tensor], ExitStack]:
-        """The gradients to step with, and the locks; raises StepRefused if the step cannot be made."""
-        locks = taken(self._locks, time.monotonic() + patience)
-        if locks is None:
+        """The gradients to step with, and the turn; raises StepRefused if the step cannot be made.
+
+        With `keep_place`, a trainer whose turn does not come in time has its place when it asks again.
+        """
+        who = self.uid if keep_place else None
+        turn = self._objects.access.turn(self._locks, time.monotonic() + patience, who)
+        if turn is None:
             names = ", ".join(held.name or type(held.value).__name__ for held in self.modules[:5])
             raise _refused("busy", f"{names}: another trainer is about to step")
         try:
@@ -270,9 +281,9 @@ class WorkerOptimizer:
                 group.update(changed)
             self._check(gradients, skip_nonfinite, allow_missing)
         except BaseException:
-            locks.close()
+            turn.close()
             raise
-        return gradients, locks
+        return gradients, turn
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         gradients = gradwire.current_context().gradients()
@@ -301,27 +312,18 @@ class WorkerOptimizer:
                 yield f"{prefix}.{name}", parameter
 
     def _step(self, ticket: int, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        with ExitStack() as stack:
-            lenient = tuple(p for held in self.modules if held.allow_stale for p in held.value.parameters())
-            if lenient:
-                # A backward of an older forward may then use the new values: that is what was asked for.
-                preserve: Callable[..., Any] = _unsafe_preserve_version_counter
-                stack.enter_context(preserve(lenient))
+        with self._objects.being_changed(self.modules):
             for parameter in self.parameters:
                 parameter.grad = gradients.get(parameter)
-            stack.callback(self._forget_grad)
             try:
                 self._optimizer.step()
             except BaseException:
                 self._half_made = ticket
                 raise
+            finally:
+                for parameter in self.parameters:
+                    parameter.grad = None
         self.changes += 1
-        for held in self.modules:
-            held.steps += 1
-
-    def _forget_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def _refused(reason: str, message: str) -> StepRefused:

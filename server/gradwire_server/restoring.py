@@ -45,7 +45,7 @@ def mark_of(held: Held) -> Mark:
         ]
     except (RuntimeError, ValueError):
         return Mark()  # of inference mode, or lazy: they do not tell
-    return Mark((held.name, held.number, held.steps, tensors, [part.training for part in parts]))
+    return Mark((held.name, held.number, held.changes, tensors, [part.training for part in parts]))
 
 
 def _has_state(value: object) -> bool:

@@ -16,8 +16,9 @@ from typing import Any
 
 from gradwire._snapshots import DirectoryLock, SnapshotReader, SnapshotWriter
 from gradwire.errors import CheckpointError
+from gradwire_server.access import Access
 from gradwire_server.errors import StateError
-from gradwire_server.objects import Held, Objects, Recipe, taken
+from gradwire_server.objects import Held, Objects, Recipe
 from gradwire_server.optimizers import WorkerOptimizer
 from gradwire_server.restoring import Mark, Misfit, copied_object, mark_of, restore_object
 
@@ -133,7 +134,7 @@ class StateDir:
                 uid: writer.put(state, f"optimizers.{uid}") for uid, state in self._unclaimed_states()
             }
             for group in groups:
-                group_marks, copies, states = group.copy()
+                group_marks, copies, states = group.copy(self._objects.access)
                 marks += group_marks
                 for copy in copies:
                     objects[copy["name"]] = (copy["number"], writer.put(copy, copy["name"]))
@@ -244,13 +245,13 @@ class _Group:
         of_optimizers = [Mark((optimizer.uid, optimizer.changes)) for optimizer in self.optimizers]
         return [mark_of(held) for held in self.held.values()] + of_optimizers
 
-    def copy(self) -> tuple[list[Mark], list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    def copy(self, access: Access) -> tuple[list[Mark], list[dict[str, Any]], dict[str, dict[str, Any]]]:
         """Its marks, objects and optimizers, all of one moment."""
-        locks = taken(self.locks, time.monotonic() + _PATIENCE_SECONDS)
-        if locks is None:
+        turn = access.turn(frozenset(self.locks), time.monotonic() + _PATIENCE_SECONDS)
+        if turn is None:
             names = ", ".join(held.name for held in self.held.values())
             raise StateError(f"the state was not saved: {names} did not come to rest between two steps")
-        with locks:
+        with turn:
             marks = self.marks()
             objects = [copied_object(held) for held in self.held.values()]
             optimizers = {

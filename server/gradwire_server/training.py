@@ -57,7 +57,7 @@ class _Verbs:
         self._objects.delete(self._objects.find(ref), asker=0 if link is None else link.peer.node)
 
     def to(self, module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
-        with self._objects.unchanging([_module(module)]):
+        with self._objects.changing([_module(module)]):
             module.to(device=device, dtype=dtype)
 
     def state_dict(self, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,7 +78,7 @@ class _Verbs:
         """Missing keys, unexpected keys, and what else torch has to say against the state."""
         whole = OrderedDict(state)
         whole._metadata = OrderedDict(metadata)  # type: ignore[attr-defined] # torch keeps it there
-        with self._objects.unchanging([_module(module)]):
+        with self._objects.changing([_module(module)]):
             try:
                 keys = module.load_state_dict(whole, strict=strict)
             except RuntimeError as error:

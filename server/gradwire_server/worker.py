@@ -129,6 +129,7 @@ class Worker:
         node_id = self._node.identity.node
         store.when_released = lambda ids: self._objects.release(id.number for id in ids if id.node == node_id)
         store.when_owner_dropped = self._objects.drop_owner
+        self._node.participant.reading = self._objects.backward_through
         add_training(self._registry, self._objects)
         runner = CallRunner(self._node, self._registry, self._objects, wire.Limits(), hold_limits)
         if save_every is not None and state_dir is None:

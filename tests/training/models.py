@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import torch
@@ -49,6 +50,129 @@ class Counting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.total * x).sum()
+
+
+class Stop:
+    """A place where a thread of the worker stops, once a test has set it up, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached, self._go_on = threading.Event(), threading.Event()
+        self._is_set_up = False
+
+    def __enter__(self) -> Stop:
+        self.reached.clear()
+        self._go_on.clear()
+        self._is_set_up = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._is_set_up = False
+        self._go_on.set()
+
+    def here(self) -> None:
+        if self._is_set_up:
+            self._is_set_up = False
+            self.reached.set()
+            assert self._go_on.wait(60)
+
+
+in_a_step, in_a_forward, in_a_backward = Stop(), Stop(), Stop()
+
+
+class _Stopping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        in_a_backward.here()
+        return gradient
+
+
+@gws.expose
+class Stops(nn.Module):
+    """Multiplies and adds; can be stopped before that, and in its backward before the multiplication."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.state = torch.zeros(4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        in_a_forward.here()
+        stopping: torch.Tensor = _Stopping.apply(x * self.weight)  # type: ignore[no-untyped-call]
+        return stopping + self.bias
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight, "bias": self.bias.detach()}
+
+    def through(self, x: torch.Tensor, other: Any) -> torch.Tensor:
+        """Calls a module elsewhere. Its backward computes with no parameter, but there is one in it."""
+        result: torch.Tensor = other(x + self.bias)
+        return result
+
+    def recur(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = (self.state + x) * self.weight
+        return self.state
+
+
+@gws.expose
+class InTwoHalves(torch.optim.SGD):
+    """Changes the first half of each parameter and then, when it may go on, the second."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for half in (slice(None, 2), slice(2, None)):
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter[half] -= group["lr"] * parameter.grad[half]
+                in_a_step.here()
+
+
+class _Uniform(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        assert weight.min() == weight.max(), "a forward met half a step"
+        ctx.save_for_backward(weight)
+        return weight.sum() * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        for _ in range(2):
+            assert weight.min() == weight.max(), "a backward met half a step"
+        return torch.full_like(weight, float(gradient)), None
+
+
+@gws.expose
+class Uniform(nn.Module):
+    """All its numbers are the same, in forward and in backward, unless they meet half a step."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Uniform.apply(self.weight, x)  # type: ignore[no-untyped-call]
+        return result
+
+
+stepped_in_order: list[float] = []
+
+
+@gws.expose
+class InOrder(torch.optim.SGD):
+    """Notes down which learning rates it stepped with."""
+
+    def step(self, closure: Any = None) -> None:
+        stepped_in_order.append(self.param_groups[0]["lr"])
+        super().step(closure)
 
 
 @gws.expose

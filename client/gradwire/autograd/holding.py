@@ -14,10 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire._scope import waiting
 from gradwire._threads import computing
 from gradwire.autograd.ids import MessageId
 from gradwire.autograd.local import nodes_from
@@ -182,6 +184,7 @@ class HeldRun:
             if self._is_over or self._given_up:
                 raise Cancelled(f"the run was given up: {self._given_up or 'it has failed'}")
             self._gradients.update((sent.id, gradients) for sent, gradients in items)
+            self._run.checks += (sent.check_fresh for sent, _ in items if sent.check_fresh is not None)
             self._lowest = min((sent.id.number for sent, _ in items), default=-1)
             self._asked.append(asked)
             self._changed.notify_all()
@@ -203,14 +206,20 @@ class HeldRun:
         task = find_task(torch._C._current_graph_task_id())
         if task is not None:
             task.settle()
+        self._run.check_fresh()
         with self._changed:
             # What came meanwhile has not run yet, so it is not answered.
             asked = [] if self._has_come(id) else self._take_asked()
         self._answer(asked, None)
         while not self._has_come(id):
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_come(id), _CHECK_SECONDS)
+            # Nothing is computed meanwhile, so others may change parameters.
+            waiting(partial(self._wait_once, id))
             self._check_somebody_comes()
+        self._run.check_fresh()
+
+    def _wait_once(self, id: MessageId) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_come(id), _CHECK_SECONDS)
 
     def _has_come(self, id: MessageId) -> bool:
         with self._changed:

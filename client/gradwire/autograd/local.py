@@ -49,7 +49,8 @@ def backward_to_leaves(
     marked = *roots, RUN_MARKER
     with_marker = *gradients, RUN_MARKER_GRADIENT
     try:
-        with running(run):
+        with run.participant.reading(leaves), running(run):
+            run.check_fresh()
             if run.asker is not None:
                 # What torch.autograd.grad comes down to for gradients that are known to fit.
                 found = _engine_run_backward(
@@ -70,8 +71,11 @@ def backward_to_leaves(
                     create_graph=run.create_graph,
                     allow_unused=True,
                 )
+        # Not only before: while it waited for other nodes, parameters may have been changed.
+        run.check_fresh()
     except RuntimeError as error:
         _explain_anomaly(error, roots)
+        run.check_fresh()  # torch notices, too, but does not name the parameters
         raise
     if not run.collect_leaves:
         return
@@ -84,7 +88,8 @@ def backward_to_leaves(
 
 def backward_into_grad(roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], run: Run) -> None:
     """Backpropagates into `.grad`, as a plain backward() does."""
-    with running(run):
+    leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
+    with run.participant.reading(leaves), running(run):
         torch.autograd.backward(
             (*roots, RUN_MARKER),  # type: ignore[arg-type] # tensors and edges mix
             (*gradients, RUN_MARKER_GRADIENT),

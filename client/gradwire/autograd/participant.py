@@ -11,10 +11,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import Node
 
 from gradwire import wire
 from gradwire._scope import current_scope
@@ -45,6 +47,13 @@ _FLUSH_SECONDS = 1.0
 Reply = autograd_pb2.ForwardWithAutogradReply | autograd_pb2.PropagateGradientsReply
 
 
+_NOTHING = nullcontext()
+
+
+def _not_kept_apart(leaves: Sequence[Node]) -> AbstractContextManager[object]:
+    return _NOTHING
+
+
 class Participant:
     """One node's autograd."""
 
@@ -72,6 +81,8 @@ class Participant:
         """For each node, the oldest of its backwards that goes on, as far as it is known here."""
         self.hooks = WaitingHooks()
         self._closed = False
+        self.reading: Callable[[Sequence[Node]], AbstractContextManager[object]] = _not_kept_apart
+        """Entered around a run that reaches these leaves: others, who change them, are kept apart from it."""
 
     def new_id(self) -> MessageId:
         return MessageId(self.node, next(self._counter))

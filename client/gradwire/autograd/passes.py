@@ -63,6 +63,12 @@ class Run:
     contributions: list[tuple[MessageId, Gradients]] = field(default_factory=list)
     held: HeldRun | None = None
     """Set if it is held open for gradients that are still to come."""
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    """Of the results that it starts from: each raises if parameters are no longer those of the forward."""
+
+    def check_fresh(self) -> None:
+        for check in self.checks:
+            check()
 
     def answers(self, received: Received) -> bool:
         """Whether gradients for a message go into the reply: the one who asked goes on from there."""

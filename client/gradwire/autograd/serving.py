@@ -78,9 +78,6 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
             for sent, message in zip(all_sent, messages, strict=True)
         ]
         try:
-            for sent in all_sent:
-                if isinstance(sent, SentResults) and sent.check_fresh is not None:
-                    sent.check_fresh()
             contributions, reply.is_held = _run(participant, run, context, items, request, exchange)
         finally:
             if not request.retain_graph:
@@ -134,6 +131,11 @@ def _run(
     exchange: Exchange,
 ) -> tuple[Contributions, bool]:
     """Backpropagates. The contributions, and whether the run is held open for more gradients."""
+    run.checks = [
+        sent.check_fresh
+        for sent, _ in items
+        if isinstance(sent, SentResults) and sent.check_fresh is not None
+    ]
     if not request.HasField("held_run"):
         _propagate(participant, run, context, items)
         return run.contributions, False
