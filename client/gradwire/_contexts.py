@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from functools import partial
 from types import TracebackType
@@ -15,7 +15,7 @@ from gradwire._node import Node, current_context_id, current_node
 from gradwire._scope import Scope, current_scope, enter, leave
 from gradwire.autograd import ContextId, Run, backward_to_leaves, run_waiting_hooks
 
-__all__ = ["Context", "context", "current_context"]
+__all__ = ["Context", "context", "current_context", "is_explicit"]
 
 _entered: ContextVar[tuple[Token[Scope], ...]] = ContextVar("gradwire_entered", default=())
 """What the blocks that this thread or task is in were before, the innermost last. Not kept by the contexts:
@@ -95,9 +95,15 @@ class Context:
 
     def scale_gradients(self, tensors: Iterable[torch.Tensor], factor: float) -> None:
         """Multiplies the gradients that this process holds for some tensors."""
+        self.change_gradients(tensors, lambda gradient: gradient * factor)
+
+    def change_gradients(
+        self, tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Puts what a function returns for them in the place of gradients that this process holds."""
         state = self._node.participant.store.find(self._id)
         if state is not None:
-            state.scale_gradients(tensors, factor)
+            state.change_gradients(tensors, change)
 
     def __enter__(self) -> Self:
         _entered.set((*_entered.get(), enter(current_scope().in_context(self._id))))
@@ -133,6 +139,11 @@ def context() -> Context:
     """
     node = current_node()
     return Context(node, ContextId(node.identity.node, node.participant.new_id().number), is_own=True)
+
+
+def is_explicit(id: ContextId) -> bool:
+    """Whether a context is one that this process opened with `context`, and not an ambient one."""
+    return id.node == current_node().identity.node and id.number != 0
 
 
 def current_context() -> Context:

@@ -6,16 +6,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from gradwire import _calls
 from gradwire._compression import compression
-from gradwire._contexts import Context
+from gradwire._contexts import Context, current_context, is_explicit
 from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, entered
-from gradwire._stepping import Rehearsal, values_of
+from gradwire._stepping import Rehearsal, unscaled, values_of
 from gradwire._workers import RemoteWorker
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
 from gradwire.nn import RemoteParameters
@@ -42,7 +43,7 @@ class Group:
         self.options = {key: value for key, value in item.items() if key != "params"}
         self.local: dict[torch.Tensor, str] = {}
         """With their names, as far as they have any."""
-        self._remote: dict[tuple[int, int], RemoteRef] = {}
+        self._remote: dict[tuple[int, int], RemoteParameters] = {}
         members = item["params"]
         if isinstance(members, torch.nn.Module | torch.Tensor):
             members = [members]
@@ -58,13 +59,22 @@ class Group:
     def _add(self, parameter: torch.Tensor, name: str) -> None:
         if isinstance(parameter, RemoteParameters):
             ref = parameter.ref
-            self._remote.setdefault((ref._message.node.id, ref._message.ref), ref)
+            self._remote.setdefault((ref._message.node.id, ref._message.ref), parameter)
         else:
             self.local.setdefault(parameter, name)
 
     @property
     def remote(self) -> list[RemoteRef]:
-        return list(self._remote.values())
+        return [parameters.ref for parameters in self._remote.values()]
+
+    @property
+    def shown(self) -> list[torch.Tensor]:
+        """The local tensors, and what stands for the parameters of each remote module: a tool of torch that
+        goes through the parameters of an optimizer must not pass over those on workers unnoticed."""
+        return [*self.local, *self._remote.values()]
+
+    def overlaps(self, other: Group) -> bool:
+        return bool(self.local.keys() & other.local.keys() or self._remote.keys() & other._remote.keys())
 
 
 def as_groups(params: Iterable[Item]) -> list[Mapping[str, Any]]:
@@ -83,23 +93,67 @@ class LocalPart:
         optimizer_class: type[torch.optim.Optimizer],
         shown_groups: Sequence[dict[str, Any]],
         defaults: Mapping[str, Any],
-        names: Mapping[torch.Tensor, str],
+        groups: Sequence[Group],
     ) -> None:
-        self._names = names
-        self._shown = [group for group in shown_groups if group["params"]]
+        make: Callable[..., torch.optim.Optimizer] = optimizer_class
+        self._make = partial(make, **defaults)
+        self._names: dict[torch.Tensor, str] = {}
+        self._shown: list[dict[str, Any]] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        if self._shown:
-            self.optimizer = optimizer_class([dict(group) for group in self._shown], **defaults)
+        both = [(s, g) for s, g in zip(shown_groups, groups, strict=True) if g.local]
+        if both:
+            self.optimizer = self._make([{**shown, "params": list(group.local)} for shown, group in both])
             self._rehearsal = Rehearsal(self.optimizer)
+        for shown, group in both:
+            self._note(shown, group)
+
+    def _note(self, shown: dict[str, Any], group: Group) -> None:
+        self._shown.append(shown)
+        self._names.update(group.local)
+
+    def check_new(self, group: Group) -> None:
+        """Raises what torch raises for tensors that cannot be optimized, or not so."""
+        if group.local:
+            self._make([{**group.options, "params": list(group.local)}])
+
+    def add(self, shown: dict[str, Any], group: Group) -> None:
+        """One more group, as it is shown to the user."""
+        if not group.local:
+            return
+        own = {**shown, "params": list(group.local)}
+        if self.optimizer is None:
+            self.optimizer = self._make([own])
+            self._rehearsal = Rehearsal(self.optimizer)
+        else:
+            self.optimizer.add_param_group(own)
+        self._note(shown, group)
 
     def gradients(self, context: Context | None) -> dict[torch.Tensor, torch.Tensor]:
+        """Those of plain backward, or those of a context."""
         if context is not None:
             found = context.gradients()
-            return {p: found[p] for p in self._parameters() if p in found}
-        return {p: p.grad for p in self._parameters() if p.grad is not None}
+            return {p: found[p] for p in self.parameters if p in found}
+        current = current_context()
+        if is_explicit(current.id) and any(map(current.gradients().__contains__, self.parameters)):
+            raise TypeError(
+                "the gradients of the parameters in this process are in the context that was entered: "
+                "pass it as an argument"
+            )
+        return {p: p.grad for p in self.parameters if p.grad is not None}
 
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        return (parameter for shown in self._shown for parameter in shown["params"])
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def unscaled(
+        self, gradients: Mapping[torch.Tensor, torch.Tensor], inverse_scale: float
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients without the factor of a GradScaler. `.grad` stays: the step may be refused."""
+        try:
+            return {p: unscaled(gradient, inverse_scale)[0] for p, gradient in gradients.items()}
+        except ValueError as error:
+            _refuse("error", str(error))
 
     def check(self, gradients: Mapping[torch.Tensor, torch.Tensor], skip_nonfinite: bool) -> None:
         """Raises StepRefused if a step could not be made here, before any worker makes one."""
@@ -129,7 +183,7 @@ class LocalPart:
     def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         if self.optimizer is None:
             return
-        before = [(parameter, parameter.grad) for parameter in self._parameters()]
+        before = [(parameter, parameter.grad) for parameter in self.parameters]
         try:
             for parameter, _ in before:
                 parameter.grad = gradients.get(parameter)
@@ -152,16 +206,31 @@ class RemotePart:
     ) -> None:
         self.node = node
         self.worker = worker
-        here = [[ref for ref in group.remote if ref.worker._link.peer.node == node] for group in groups]
-        self.modules = [ref for refs in here for ref in refs]
         self._uid = uuid.uuid4().hex
         name = optimizer_class.__name__
-        self._arguments = (
-            f"torch.optim.{name}" if getattr(torch.optim, name, None) is optimizer_class else name,
-            dict(defaults),
-            [{"modules": refs, **group.options} for refs, group in zip(here, groups, strict=True)],
+        self._class_name = (
+            f"torch.optim.{name}" if getattr(torch.optim, name, None) is optimizer_class else name
         )
+        self._defaults = dict(defaults)
+        self._groups = self._parts_of(groups)
         self._ref: RemoteRef | None = None
+
+    def _parts_of(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """What there is of groups on this worker. Each group is there, if only with its options."""
+        return [
+            {"modules": [r for r in group.remote if r.worker._link.peer.node == self.node], **group.options}
+            for group in groups
+        ]
+
+    @property
+    def modules(self) -> list[RemoteRef]:
+        return [ref for group in self._groups for ref in group["modules"]]
+
+    def start_setting_groups(self, groups: Sequence[Group]) -> Callable[[], Any]:
+        """Has more groups there, or fewer, than so far."""
+        # Before it is asked: should the optimizer have to be made anew there, it is made so.
+        self._groups = self._parts_of(groups)
+        return self.start("set_groups", self._groups)
 
     @property
     def is_linked(self) -> bool:
@@ -172,7 +241,10 @@ class RemotePart:
     def start_make(self, *, resume: bool) -> Callable[[], Any]:
         """Makes the optimizer there. With `resume`, from what the worker last knew of it."""
         future = self.worker._start(
-            "gradwire.optimizer", (self._uid, *self._arguments, resume), {}, keep=autograd_pb2.Keep()
+            "gradwire.optimizer",
+            (self._uid, self._class_name, self._defaults, self._groups, resume),
+            {},
+            keep=autograd_pb2.Keep(),
         )
 
         def finish() -> None:
@@ -235,7 +307,7 @@ class RemoteCall:
                 return self._part._ref.call(self._method, *self._args)
 
 
-_REPEATABLE = ("zero_grad", "state_dict", "load_state_dict", "group_sizes", "outcome")
+_REPEATABLE = ("set_groups", "zero_grad", "state_dict", "load_state_dict", "group_sizes", "outcome")
 """What does no harm if it was done already when the link was lost."""
 _ASKED_AGAIN = (*_REPEATABLE, "prepare", "step", "sum_of_powers")
 """What an optimizer that was made anew can answer."""

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["HALF_MADE", "MADE", "NOT_MADE", "UNKNOWN", "Rehearsal", "sum_of_powers", "values_of"]
+__all__ = [
+    "HALF_MADE",
+    "MADE",
+    "NOT_MADE",
+    "UNKNOWN",
+    "Rehearsal",
+    "sum_of_powers",
+    "unscaled",
+    "values_of",
+]
 
 MADE, NOT_MADE, UNKNOWN = "made", "not made", "unknown"
 HALF_MADE = "half made"
@@ -82,6 +91,23 @@ def _is_on(option: object) -> bool:
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient, sparse or not."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def unscaled(gradient: torch.Tensor, inverse_scale: float) -> tuple[torch.Tensor, bool]:
+    """A gradient without the factor of a `GradScaler`, and whether it was finite; bit for bit as torch's.
+
+    With the inverse scale 1 it is only looked at. Raises ValueError for what torch does not unscale, either.
+    """
+    if gradient.dtype is torch.float16 and inverse_scale != 1.0:
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    # As torch does: to add up entries in half precision may overflow, so they are checked after that.
+    is_half = gradient.is_sparse and gradient.dtype is torch.float16
+    result = gradient.coalesce().clone() if is_half else gradient.clone()
+    found = torch.zeros((), device=result.device)
+    inverse = torch.full((), inverse_scale, device=result.device)
+    values = result._values() if result.is_sparse else result
+    torch._amp_foreach_non_finite_check_and_unscale_([values], found, inverse)
+    return result, not found.item()
 
 
 def sum_of_powers(gradients: Iterable[torch.Tensor], norm_type: float) -> float:

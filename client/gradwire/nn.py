@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import torch
 
+from gradwire._contexts import is_explicit
+from gradwire._node import current_context_id
 from gradwire._refs import RemoteRef
 from gradwire._workers import RemoteWorker, adopt_modules_with
 
@@ -226,6 +228,18 @@ class RemoteParameters(torch.nn.Parameter):
         self._requires_grad = requires_grad
         return self
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _ALLOWED_ON_PARAMETERS:
+            raise TypeError(
+                "these parameters are on a worker: what is computed with those of a whole model, such as a "
+                "penalty, an average or a copy, would silently be without them. Use a function or a method "
+                "on the worker, or the state_dict of the module"
+            )
+        return _Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})
+
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         # The first thing that an optimizer of torch asks of a parameter.
@@ -257,6 +271,8 @@ class _RemoteGradients(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            return _unscale(*args)
         if func not in _ALLOWED_ON_GRADIENTS:
             raise TypeError(
                 "these gradients are on a worker: to clip them, together with those in this process, use "
@@ -277,8 +293,46 @@ _Tensor: Any = torch.Tensor
 _ALLOWED_ON_GRADIENTS = (
     *(_Tensor.requires_grad_, _Tensor.detach_, _Tensor.detach),
     *(_Tensor.grad_fn.__get__, _Tensor.__repr__),
+    *(_Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.is_sparse.__get__),
 )
-"""What zero_grad and requires_grad_ of a local module around a remote one need; and being shown."""
+"""What zero_grad and requires_grad_ of a local module around a remote one need; being shown; and what a
+GradScaler asks before it unscales."""
+
+
+_ALLOWED_ON_PARAMETERS = (
+    *(_Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.layout.__get__, _Tensor.shape.__get__),
+    *(_Tensor.ndim.__get__, _Tensor.is_sparse.__get__, _Tensor.is_cuda.__get__, _Tensor.is_meta.__get__),
+    *(_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.is_floating_point, _Tensor.is_complex),
+    _Tensor.detach,
+)
+"""What it is like, but not what it holds. DistributedDataParallel detaches all parameters to send them to the
+other processes, and this one has no elements to send; what was detached refuses the rest as well."""
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """What a GradScaler does to the gradients of an optimizer, here and on workers."""
+    if is_explicit(current_context_id()):
+        raise TypeError(
+            "a GradScaler works on the gradients of plain backward(): use scaler.scale(loss).backward() "
+            "outside of contexts"
+        )
+    remote: dict[int, list[RemoteRef]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, _RemoteGradients):
+            # Twice the same would be unscaled twice, if asked for apart from each other.
+            remote.setdefault(gradient._ref.worker._link.peer.node, []).append(gradient._ref)
+    factor = float(inverse_scale)
+    calls = [refs[0].worker.call_async("gradwire.unscale", refs, factor) for refs in remote.values()]
+    local = [gradient for gradient in gradients if not isinstance(gradient, _RemoteGradients)]
+    if local:
+        torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inverse_scale)
+    # All are waited for, whatever becomes of each.
+    failures = [call.exception() for call in calls]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+    if any(call.result() for call in calls):
+        found_inf.fill_(1.0)
 
 
 def _verb(ref: RemoteRef, name: str, *args: object) -> Any:

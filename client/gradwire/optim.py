@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradwire._contexts import Context
+from gradwire._contexts import Context, current_context, is_explicit
 from gradwire._interrupts import Uninterrupted
 from gradwire._optimizer_parts import (
     Group,
@@ -80,32 +80,78 @@ class DistributedOptimizer(torch.optim.Optimizer):
             [{"params": [p], **group.options} for p, group in zip(stand_in, groups, strict=True)], **defaults
         )
         self._is_made = False
+        self._remote: list[RemotePart] = []
         super().__init__(
             [{"params": [p], **group.options} for p, group in zip(stand_in, groups, strict=True)],
             template.defaults,
         )
         self._is_made = True
         for shown, group in zip(self.param_groups, groups, strict=True):
-            shown["params"] = list(group.local)
+            shown["params"] = group.shown
+        self._optimizer_class = optimizer_class
+        self._constructor_defaults = defaults
+        self._groups = groups
         self._skip_nonfinite = skip_nonfinite
         self._allow_missing = allow_missing
         self._stepping = threading.Lock()
         self._tickets = itertools.count(1)
-        names = {parameter: name for group in groups for parameter, name in group.local.items()}
-        self._local = LocalPart(optimizer_class, self.param_groups, defaults, names)
-        # By the worker itself: there may be several handles to it, with links of their own.
-        workers = {ref.worker._link.peer.node: ref.worker for group in groups for ref in group.remote}
-        self._remote = [
-            RemotePart(node, worker, optimizer_class, defaults, groups) for node, worker in workers.items()
-        ]
+        self._local = LocalPart(optimizer_class, self.param_groups, defaults, groups)
+        self._remote = self._parts_for_new_workers(groups)
         all_of([part.start_make(resume=False) for part in self._remote])
 
+    def _parts_for_new_workers(self, groups: Sequence[Group]) -> list[RemotePart]:
+        # By the worker itself: there may be several handles to it, with links of their own.
+        workers = {ref.worker._link.peer.node: ref.worker for group in groups for ref in group.remote}
+        for part in self._remote:
+            workers.pop(part.node, None)
+        return [
+            RemotePart(node, worker, self._optimizer_class, self._constructor_defaults, groups)
+            for node, worker in workers.items()
+        ]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._is_made:
-            raise NotImplementedError("all groups are given when the optimizer is made")
-        super().add_param_group(param_group)
+        """Adds a group of modules and tensors, as they may be given to the constructor.
+
+        The state of the others stays. If a worker cannot add its part, nothing is added anywhere.
+        """
+        if not self._is_made:  # the constructor of torch's own class
+            super().add_param_group(param_group)
+            return
+        with self._stepping:
+            new = Group(param_group)
+            if not new.shown:
+                raise ValueError("there are no parameters to optimize in the group")
+            if any(map(new.overlaps, self._groups)):
+                raise ValueError("some parameters appear in more than one parameter group")
+            stand_in = {"params": [torch.zeros(1, 1, requires_grad=True)], **new.options}
+            self._optimizer_class(
+                [stand_in], **self._constructor_defaults
+            )  # raises if an option is not right
+            self._local.check_new(new)
+            self._add_on_workers(new)
+            super().add_param_group(stand_in)
+            self.param_groups[-1]["params"] = new.shown
+            self._local.add(self.param_groups[-1], new)
+            self._groups.append(new)
+
+    def _add_on_workers(self, new: Group) -> None:
+        groups = [*self._groups, new]
+        added = self._parts_for_new_workers(groups)
+        calls = [part.start_setting_groups(groups) for part in self._remote]
+        calls += [part.start_make(resume=False) for part in added]
+        try:
+            all_of(calls)
+        except BaseException:
+            with _without_deadline():
+                Settled([part.start_setting_groups(self._groups) for part in self._remote if part.is_linked])
+            raise
+        self._remote += added
 
     # -- the step
+
+    _step_supports_amp_scaling = True
+    """Has a `torch.amp.GradScaler` say what it found: `found_inf`, and `grad_scale` where it is left to the
+    optimizer to unscale. So a step knows of it, and can refuse what would be stepped without it."""
 
     def step(self, context: Context | None = None) -> None:  # type: ignore[override]
         """Steps all parameters with the gradients of plain backward, or with those of a context.
@@ -115,8 +161,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if callable(context):
             raise TypeError("a closure is not supported: run backward first, then step")
+        try:
+            self._step(context)
+        except BaseException:
+            # A scaler takes these back after a step that worked only. Left here, they would count once more.
+            vars(self).pop("grad_scale", None)
+            vars(self).pop("found_inf", None)
+            raise
+
+    def _step(self, context: Context | None) -> None:
+        is_scaled = "found_inf" in vars(self)
+        if is_scaled and context is not None:
+            raise TypeError(
+                "a GradScaler works on the gradients of plain backward(), and not on those of a context: use "
+                "scaler.scale(loss).backward() and scaler.step(optimizer)"
+            )
+        if is_scaled and bool(vars(self)["found_inf"]):
+            return  # no parameter is stepped, here or on any worker
+        scale: torch.Tensor | None = vars(self).get("grad_scale")
+        inverse_scale = None if scale is None else float(scale.double().reciprocal().float())
         with self._stepping, _in_context(context):
             local = self._local.gradients(context)
+            if inverse_scale is not None:
+                local = self._local.unscaled(local, inverse_scale)
             self._local.check(local, self._skip_nonfinite)
             left = time_left(None)
             give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
@@ -124,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 try:
                     # No key may leave it made on some workers, or not here. All waits in it have an end.
                     with Uninterrupted():
-                        self._step_remote(in_turn=attempt > 0)
+                        self._step_remote(inverse_scale, in_turn=attempt > 0)
                         self._local.step(local)
                     return
                 except StepRefused as refused:
@@ -133,18 +200,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     # Another trainer steps; come back apart from whoever else waits for the same.
                     time.sleep(between(0, min(0.001 * 2**attempt, 0.1)))
 
-    def _step_remote(self, *, in_turn: bool) -> None:
+    def _step_remote(self, inverse_scale: float | None, *, in_turn: bool) -> None:
         if len(self._remote) == 1 and time_left(None) is None:
-            self._step_one(next(self._tickets), self._remote[0])
+            self._step_one(next(self._tickets), self._remote[0], inverse_scale)
         elif self._remote:
-            self._prepare_and_commit(next(self._tickets), in_turn=in_turn)
+            self._prepare_and_commit(next(self._tickets), inverse_scale, in_turn=in_turn)
 
-    def _step_one(self, ticket: int, part: RemotePart) -> None:
+    def _step_one(self, ticket: int, part: RemotePart, inverse_scale: float | None) -> None:
         """One request. Once it is sent it counts."""
-        call = part.start("step", ticket, *self._checks(), _PATIENCE_SECONDS, True)
+        call = part.start("step", ticket, *self._checks(), inverse_scale, _PATIENCE_SECONDS, True)
         self._conclude(ticket, [part], [call], Settled([call]))
 
-    def _prepare_and_commit(self, ticket: int, *, in_turn: bool) -> None:
+    def _prepare_and_commit(self, ticket: int, inverse_scale: float | None, *, in_turn: bool) -> None:
         """Asks all workers whether they can step, then tells them to.
 
         At first all at once. If another trainer was in the way, one after the other, in the order that all
@@ -159,7 +226,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for group in groups:
                 asked += group
                 settled = Settled(
-                    [part.start("prepare", ticket, *self._checks(), patience, in_turn) for part in group]
+                    [
+                        part.start("prepare", ticket, *self._checks(), inverse_scale, patience, in_turn)
+                        for part in group
+                    ]
                 )
                 if settled.failed:
                     raise _who_and_why([(group[index], error) for index, error in settled.failed])
@@ -212,8 +282,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, here and on all workers."""
+        """Forgets the gradients, here and on all workers: those of plain backward, and those of the context
+        that was entered, if any."""
         calls = [part.start("zero_grad") for part in self._remote]
+        current = current_context()
+        if is_explicit(current.id):
+            current.zero_grad(self._local.parameters)
         if self._local.optimizer is not None:
             self._local.optimizer.zero_grad(set_to_none)
         all_of(calls)
@@ -296,7 +370,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         places = [f"{len(part.modules)} modules on {part.worker.target}" for part in self._remote]
-        local = sum(len(group["params"]) for group in self.param_groups)
+        local = len(self._local.parameters)
         return f"DistributedOptimizer({local} tensors here, {', '.join(places) or 'none on workers'})"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import gradwire
-from gradwire._stepping import HALF_MADE, MADE, NOT_MADE, UNKNOWN, Rehearsal, sum_of_powers
+from gradwire._stepping import HALF_MADE, MADE, NOT_MADE, UNKNOWN, Rehearsal, sum_of_powers, unscaled
 from gradwire.errors import StepRefused, WrongArguments
 from gradwire_server.objects import Held, Objects
 from gradwire_server.registry import Registry
@@ -36,22 +36,11 @@ class Optimizers:
         goes on from what was last known of the optimizer `uid` here, if its modules have names.
         """
         optimizer_class = self._find(class_name)
-        held_groups = [[self._held(module) for module in group["modules"]] for group in groups]
-        parameter_groups = [
-            {
-                **{key: value for key, value in group.items() if key != "modules"},
-                # Once each: the same module may be in a group twice, and modules may share parameters.
-                "params": list(dict.fromkeys(p for held in helds for p in held.value.parameters())),
-            }
-            for group, helds in zip(groups, held_groups, strict=True)
-        ]
         try:
-            optimizer = optimizer_class(parameter_groups, **defaults)
+            optimizer = optimizer_class([_parameter_group(group) for group in groups], **defaults)
         except (TypeError, ValueError) as error:
             raise WrongArguments(f"{class_name}: {error}") from None
-        made = WorkerOptimizer(
-            uid, optimizer, [held for helds in held_groups for held in helds], self._objects
-        )
+        made = WorkerOptimizer(uid, optimizer, _held_in(groups, self._objects), self._objects)
         if resume:
             made.is_first = False
             self._resume(made)
@@ -64,13 +53,13 @@ class Optimizers:
         if before is not None:
             before.gradwire_close()
             # This waits for a step that is being made; no other is made there any more.
-            made.load_state_dict(before.state_dict())
+            made.go_on_from(before.state_dict())
             made.remember_steps_of(before)
             return
         saved = self._objects.saved_optimizers.get(made.uid)
         if saved is not None:
             # A copy: this one may be about to be saved again.
-            made.load_state_dict(_copied(saved))
+            made.go_on_from(_copied(saved))
             # From now on the state of the optimizer itself is what is saved.
             self._objects.saved_optimizers.pop(made.uid, None)
 
@@ -84,12 +73,6 @@ class Optimizers:
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise WrongArguments(f"{name} is no optimizer here; the worker must expose it, or torch have it")
         return found
-
-    def _held(self, module: object) -> Held:
-        held = self._objects.of(module)
-        if held is None or not isinstance(module, torch.nn.Module):
-            raise WrongArguments("an optimizer is for modules that live on this worker")
-        return held
 
 
 class WorkerOptimizer:
@@ -107,10 +90,8 @@ class WorkerOptimizer:
         self.changes = 0
         """How often its state changed."""
         self._optimizer = optimizer
-        # In one order everywhere, so that two steps never wait for each other.
-        self.modules = sorted({held.number: held for held in modules}.values(), key=lambda held: held.number)
         self._objects = objects
-        self._locks = frozenset(lock for held in self.modules for lock in held.locks)
+        self._set_modules(modules)
         self._rehearsal = Rehearsal(optimizer)
         self._lock = threading.Lock()
         self._prepared: tuple[int, dict[torch.Tensor, torch.Tensor], ExitStack] | None = None
@@ -123,6 +104,10 @@ class WorkerOptimizer:
         self.is_first = True
         """Whether it knows of all steps of its trainer: there was none before it."""
         objects.optimizers.add(self)
+
+    def _set_modules(self, modules: Sequence[Held]) -> None:
+        self.modules = sorted({held.number: held for held in modules}.values(), key=lambda held: held.number)
+        self._locks = frozenset(lock for held in self.modules for lock in held.locks)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -141,12 +126,15 @@ class WorkerOptimizer:
         options: list[dict[str, Any]],
         skip_nonfinite: bool,
         allow_missing: bool,
+        inverse_scale: float | None,
         patience: float,
         keep_place: bool,
     ) -> None:
         """Checks that a step can be made, and keeps others from making one until commit or abort."""
         self._arrive(ticket)
-        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience, keep_place)
+        gradients, held = self._agree(
+            options, skip_nonfinite, allow_missing, inverse_scale, patience, keep_place
+        )
         with self._lock:
             if ticket > self._given_up:
                 self._prepared = (ticket, gradients, held)
@@ -184,12 +172,15 @@ class WorkerOptimizer:
         options: list[dict[str, Any]],
         skip_nonfinite: bool,
         allow_missing: bool,
+        inverse_scale: float | None,
         patience: float,
         keep_place: bool,
     ) -> None:
         """Both parts at once, for a trainer that has no other worker to agree with."""
         self._arrive(ticket)
-        gradients, held = self._agree(options, skip_nonfinite, allow_missing, patience, keep_place)
+        gradients, held = self._agree(
+            options, skip_nonfinite, allow_missing, inverse_scale, patience, keep_place
+        )
         with held:
             with self._lock:
                 if ticket <= self._given_up:
@@ -243,6 +234,32 @@ class WorkerOptimizer:
         """How many parameters each group has."""
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
+    def set_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Has these groups from now on, which are those that it has, and more, or without the last of them.
+
+        The state of the parameters that stay is kept. Asked again for the same, it does nothing.
+        """
+        modules = _held_in(groups, self._objects)
+        with self._objects.unchanging([held.value for held in self.modules]):
+            own = self._optimizer.param_groups
+            try:
+                for group in groups[len(own) :]:
+                    self._optimizer.add_param_group(_parameter_group(group))
+            except (TypeError, ValueError) as error:
+                raise WrongArguments(str(error)) from None
+            for group in own[len(groups) :]:
+                for parameter in group["params"]:
+                    self._optimizer.state.pop(parameter, None)
+            del own[len(groups) :]
+            self._set_modules(modules)
+            self.changes += 1
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Takes the state of an earlier one, which may have been there before the last groups were."""
+        own = self._optimizer.state_dict()["param_groups"]
+        saved = state["param_groups"]
+        self.load_state_dict({**state, "param_groups": [*saved, *own[len(saved) :]]})
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._objects.unchanging([held.value for held in self.modules]):
             try:
@@ -263,6 +280,7 @@ class WorkerOptimizer:
         options: list[dict[str, Any]],
         skip_nonfinite: bool,
         allow_missing: bool,
+        inverse_scale: float | None,
         patience: float,
         keep_place: bool,
     ) -> tuple[dict[torch.Tensor, torch.Tensor], ExitStack]:
@@ -277,6 +295,8 @@ class WorkerOptimizer:
             raise _refused("busy", f"{names}: another trainer is about to step")
         try:
             gradients = self._gradients()
+            if inverse_scale is not None:
+                gradients = _all_unscaled(gradients, inverse_scale)
             for group, changed in zip(self._optimizer.param_groups, options, strict=True):
                 group.update(changed)
             self._check(gradients, skip_nonfinite, allow_missing)
@@ -326,10 +346,40 @@ class WorkerOptimizer:
         self.changes += 1
 
 
+def _held_in(groups: Sequence[dict[str, Any]], objects: Objects) -> list[Held]:
+    """The modules of groups, as they are kept here."""
+    found = []
+    for module in (module for group in groups for module in group["modules"]):
+        held = objects.of(module)
+        if held is None or not isinstance(module, torch.nn.Module):
+            raise WrongArguments("an optimizer is for modules that live on this worker")
+        found.append(held)
+    return found
+
+
+def _parameter_group(group: dict[str, Any]) -> dict[str, Any]:
+    """A group as torch takes it."""
+    options = {key: value for key, value in group.items() if key != "modules"}
+    # Once each: the same module may be in a group twice, and modules may share parameters.
+    parameters = dict.fromkeys(p for module in group["modules"] for p in module.parameters())
+    return {**options, "params": list(parameters)}
+
+
 def _refused(reason: str, message: str) -> StepRefused:
     error = StepRefused(message)
     error.reason = reason
     return error
+
+
+def _all_unscaled(
+    gradients: dict[torch.Tensor, torch.Tensor], inverse_scale: float
+) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients without the factor of a GradScaler. Those that are kept stay: the step may be refused."""
+    try:
+        results = {parameter: unscaled(gradient, inverse_scale) for parameter, gradient in gradients.items()}
+    except ValueError as error:
+        raise _refused("error", str(error)) from None
+    return {parameter: result for parameter, (result, _) in results.items()}
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 import gradwire
 from gradwire._scope import current_scope
+from gradwire._stepping import unscaled
 from gradwire.errors import WrongArguments
 from gradwire.proto.v1 import value_pb2
 from gradwire_server.objects import Kept, Objects
@@ -36,6 +37,7 @@ def add_training(registry: Registry, objects: Objects) -> None:
         verbs.load_state_dict,
     ):
         registry.add_internal(f"gradwire.module.{verb.__name__}", verb)
+    registry.add_internal("gradwire.unscale", unscale)
     registry.add_internal("gradwire.forget_error_feedback", forget_error_feedback)
     registry.add_internal("gradwire.optimizer", Optimizers(registry, objects).make)
 
@@ -99,6 +101,21 @@ def train(module: torch.nn.Module, mode: bool) -> None:
 
 def zero_grad(module: torch.nn.Module) -> None:
     gradwire.current_context().zero_grad(_module(module).parameters())
+
+
+def unscale(modules: list[torch.nn.Module], inverse_scale: float) -> bool:
+    """Takes the factor of a GradScaler out of all gradients. Whether there were any that are not finite."""
+    # Once each: modules may share parameters.
+    parameters = dict.fromkeys(parameter for module in modules for parameter in _module(module).parameters())
+    finite: list[bool] = []
+
+    def change(gradient: torch.Tensor) -> torch.Tensor:
+        result, is_finite = unscaled(gradient, inverse_scale)
+        finite.append(is_finite)
+        return result
+
+    gradwire.current_context().change_gradients(parameters, change)
+    return not all(finite)
 
 
 def requires_grad_(module: torch.nn.Module, requires_grad: bool) -> None:

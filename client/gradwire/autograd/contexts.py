@@ -69,11 +69,14 @@ class ContextState:
                 for leaf in leaves:
                     self._gradients.pop(leaf, None)  # type: ignore[no-untyped-call]
 
-    def scale_gradients(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
+    def change_gradients(
+        self, leaves: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Puts others in the place of gradients. Not in place: they may share memory with one another."""
         with self._lock:
             for leaf in leaves:
                 if leaf in self._gradients:
-                    self._gradients[leaf] = self._gradients[leaf] * factor
+                    self._gradients[leaf] = change(self._gradients[leaf])
 
 
 class ContextStore:
