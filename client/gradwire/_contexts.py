@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from gradwire._node import Node, current_context_id, current_node
 from gradwire._scope import Scope, current_scope, enter, leave
 from gradwire.autograd import ContextId, Run, backward_to_leaves, run_waiting_hooks
+from gradwire.errors import StepRefused
 
 __all__ = ["Context", "context", "current_context", "is_explicit"]
 
@@ -82,10 +84,47 @@ class Context:
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients that this process holds in the context, for each of its leaf tensors.
 
-        In a served function: those of the worker's own tensors, for the caller's context.
+        In a served function: those of the worker's own tensors, for the caller's context. They stay until
+        `step` or `zero_grad` forgets them, or the context ends. Raises `StepRefused` if they are the sum
+        of such that were handed out before the tensor was last changed, and of later ones.
         """
         state = self._node.participant.store.find(self._id)
+        return {} if state is None else state.hand_out()
+
+    def peek(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The same for gradwire's own optimizers, for which `zero_grad` is for the trainer to call."""
+        state = self._node.participant.store.find(self._id)
         return {} if state is None else state.gradients()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps an optimizer of torch with the gradients that this process holds in the context, and forgets
+        them. `.grad` is left alone.
+
+        It is for served functions that step the worker's own parameters. Raises `StepRefused` if there is no
+        gradient for any parameter of the optimizer.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(hasattr(p, "ref") for p in parameters):
+            raise TypeError("this optimizer has parameters on workers: use its own step, with the context")
+        state = self._node.participant.store.find(self._id)
+        with _lock_of(optimizer):
+            taken = {} if state is None else state.take_gradients(parameters)
+            if state is None or not taken:
+                refused = StepRefused("there are no gradients for any parameter; was backward run?")
+                refused.reason = "missing"
+                raise refused
+            before = [(parameter, parameter.grad) for parameter in parameters]
+            try:
+                for parameter in parameters:
+                    parameter.grad = taken.get(parameter)
+                optimizer.step()
+            except BaseException:
+                for parameter, gradient in taken.items():
+                    state.accumulate(parameter, gradient)
+                raise
+            finally:
+                for parameter, gradient in before:
+                    parameter.grad = gradient
 
     def zero_grad(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Forgets the gradients that this process holds in the context: those of some tensors, or all."""
@@ -125,6 +164,16 @@ class Context:
 
     def __repr__(self) -> str:
         return f"<gradwire context {self._id}>"
+
+
+_locks: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Lock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def _lock_of(optimizer: torch.optim.Optimizer) -> threading.Lock:
+    """Served functions run at the same time for several callers, and have one `.grad` in common."""
+    with _locks_lock:
+        return _locks.setdefault(optimizer, threading.Lock())
 
 
 def context() -> Context:

@@ -131,10 +131,10 @@ class LocalPart:
     def gradients(self, context: Context | None) -> dict[torch.Tensor, torch.Tensor]:
         """Those of plain backward, or those of a context."""
         if context is not None:
-            found = context.gradients()
+            found = context.peek()
             return {p: found[p] for p in self.parameters if p in found}
         current = current_context()
-        if is_explicit(current.id) and any(map(current.gradients().__contains__, self.parameters)):
+        if is_explicit(current.id) and any(map(current.peek().__contains__, self.parameters)):
             raise TypeError(
                 "the gradients of the parameters in this process are in the context that was entered: "
                 "pass it as an argument"

@@ -306,7 +306,7 @@ class WorkerOptimizer:
         return gradients, turn
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        gradients = gradwire.current_context().gradients()
+        gradients = gradwire.current_context().peek()
         return {leaf: gradients[leaf] for leaf in self.parameters if leaf in gradients}
 
     def _check(

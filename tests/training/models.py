@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import gradwire as gw
 import gradwire_server as gws
 
 
@@ -119,6 +120,57 @@ class Stops(nn.Module):
     def recur(self, x: torch.Tensor) -> torch.Tensor:
         self.state = (self.state + x) * self.weight
         return self.state
+
+
+weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+"""What the functions below train."""
+optimizer = torch.optim.SGD([weight], lr=1.0)
+
+
+@gws.expose
+def weigh(x: torch.Tensor) -> torch.Tensor:
+    """Its gradient for the weight is x."""
+    return (weight * x).sum()
+
+
+@gws.expose
+def fit(x: torch.Tensor) -> float:
+    """Trains by itself, as in one process."""
+    optimizer.zero_grad()
+    loss = (weight * x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@gws.expose
+def step_from_context() -> None:
+    gw.current_context().step(optimizer)
+
+
+@gws.expose
+def step_by_hand(forget: bool) -> None:
+    context = gw.current_context()
+    with torch.no_grad():
+        for parameter, gradient in context.gradients().items():
+            parameter -= gradient
+    if forget:
+        context.zero_grad()
+
+
+@gws.expose
+def gradient_of_weight() -> torch.Tensor | None:
+    return gw.current_context().gradients().get(weight)
+
+
+@gws.expose
+def weight_now(start_at: float | None = None) -> torch.Tensor:
+    """What the weight is, or is from now on."""
+    with torch.no_grad():
+        if start_at is not None:
+            weight.fill_(start_at)
+            weight.grad = None
+    return weight.detach().clone()
 
 
 @gws.expose

@@ -18,7 +18,7 @@ from gradwire._bookkeeping import InUse, Tally
 from gradwire.autograd.groups import Reach
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.records import SentArguments, SentResults, added
-from gradwire.errors import NotFound
+from gradwire.errors import NotFound, StepRefused
 from gradwire.transport.base import Link
 
 __all__ = ["ContextState", "ContextStore"]
@@ -46,11 +46,17 @@ class ContextState:
         self._lock = threading.Lock()
         # Weak, as `.grad` is: a leaf that a function made for one call takes its gradient along.
         self._gradients = WeakTensorKeyDictionary()
+        self._handed_out = WeakTensorKeyDictionary()
+        """For leaves whose gradients somebody was shown: the version of the leaf then, and whether more was
+        added to the gradient since."""
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         with self._lock:
             so_far = self._gradients.get(leaf)  # type: ignore[no-untyped-call]
             self._gradients[leaf] = gradient if so_far is None else added(so_far, gradient)
+            if self._handed_out.data and leaf in self._handed_out:
+                version, _ = self._handed_out[leaf]
+                self._handed_out[leaf] = version, True
 
     def take_gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
         with self._lock:
@@ -61,13 +67,44 @@ class ContextState:
         with self._lock:
             return dict(self._gradients)
 
+    def hand_out(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients, for the user's code.
+
+        Raises StepRefused for those that were handed out before, if since then the leaf was changed and
+        more was added: who steps with gradients and does not forget them would step with all earlier ones.
+        """
+        with self._lock:
+            found = dict(self._gradients)
+            for leaf in found:
+                version, has_grown = self._handed_out.get(leaf, (leaf._version, False))  # type: ignore[no-untyped-call]
+                if has_grown and leaf._version != version:
+                    refused = StepRefused(
+                        f"the gradient of a tensor of shape {tuple(leaf.shape)} was handed out before, and "
+                        "the tensor was changed since; now it is the sum of that gradient and later ones. "
+                        "Forget gradients when they were used: context.step(optimizer) does, or "
+                        "context.zero_grad()"
+                    )
+                    refused.reason = "error"
+                    raise refused
+            for leaf in found:
+                self._handed_out[leaf] = leaf._version, False
+            return found
+
+    def take_gradients(self, leaves: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of some leaves, which are not kept any longer."""
+        with self._lock:
+            taken = {leaf: self._gradients[leaf] for leaf in leaves if leaf in self._gradients}
+            self._forget(taken)
+            return taken
+
     def clear_gradients(self, leaves: Iterable[torch.Tensor] | None = None) -> None:
         with self._lock:
-            if leaves is None:
-                self._gradients.clear()
-            else:
-                for leaf in leaves:
-                    self._gradients.pop(leaf, None)  # type: ignore[no-untyped-call]
+            self._forget(list(self._gradients) if leaves is None else leaves)
+
+    def _forget(self, leaves: Iterable[torch.Tensor]) -> None:
+        for leaf in leaves:
+            self._gradients.pop(leaf, None)  # type: ignore[no-untyped-call]
+            self._handed_out.pop(leaf, None)  # type: ignore[no-untyped-call]
 
     def change_gradients(
         self, leaves: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
