@@ -50,7 +50,7 @@ class _Drawing:
         self._ids: list[int] = []
 
     def program(self) -> Program:
-        length = self._chance.choice((3, 5, 8, 8, 12, 16, 20))
+        length = self._chance.choice((3, 5, 8, 8, 12, 16, 20, 40))
         steps = [self._step(id) for id in range(length)]
         # Whatever was drawn, there is something to compare at the end.
         steps.append(self._backward(length, retain=self._chance.random() < 0.5))
@@ -139,6 +139,7 @@ class _Drawing:
             retain_graph=self._chance.random() < self._retain if retain is None else retain,
             create_graph=how == "grad" and self._double and self._chance.random() < 0.7,
             context=context,
+            direct=self._chance.random() < 0.3,
         )
 
     def _at_once(self, id: int) -> AtOnce:

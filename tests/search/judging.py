@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.search.local import dense
+from tests.search.local import FAILURE, dense
 from tests.search.one_process import MIXED, OneProcess
 from tests.search.over_workers import OverWorkers
-from tests.search.steps import AtOnce, Backward, Call, Clear, End, Operand, Program, Step
+from tests.search.steps import AtOnce, Backward, Call, Clear, End, Operand, Program, Step, Together
 
 import gradwire as gw
 
@@ -69,7 +69,7 @@ class _Comparison:
         self._spent: set[tuple[Operand, ...]] = set()
         """Roots of backwards that freed all of their graph."""
         self._has_freed = False
-        self._has_bumped = False
+        self._has_modified = False
         self._lenient = 0
 
     def run(self, program: Program) -> Verdict:
@@ -87,45 +87,64 @@ class _Comparison:
         freed = None if self._freeing is None else _failure(self._freeing, step)
         if isinstance(step, Clear | End) and self._oracle.ledger.get(MIXED):
             # It is not known which of them are in the context that is cleared.
-            for context in (MIXED, *self._world.gradients()):
-                self._oracle.clear(context)
-                if context != MIXED:
-                    self._world.clear(context)
+            self._clear_all()
         found = _failure(self._world, step)
         if expected is not None:
-            if found is None:
-                raise _Found(f"one process raises {expected!r}, workers do not")
-            raise _Ended(f"refused: {_brief(expected)}")
+            self._judge_failure(step, expected, found)
+            return
         if found is not None:
-            self._judge_refusal(found)
+            self._judge_refusal(step, found)
         if freed is not None:
             self._freeing = None
+            self._lenient += 1
             if self._must_be_spent(step):
                 raise _Found("one process refuses a second backward through a freed graph, workers do not")
-        if self._freeing is None and isinstance(step, Backward | AtOnce):
-            self._lenient += 1
         self._note(step)
         self._compare_values(step)
         if isinstance(step, Backward | AtOnce | Clear | End):
             self._compare_gradients()
 
+    def _clear_all(self) -> None:
+        for context in self._world.gradients():
+            self._world.clear(context)
+        self._oracle.ledger.clear()
+
+    def _judge_failure(self, step: Step, expected: BaseException, found: BaseException | None) -> None:
+        """One process raises. If it is on purpose, and no graph was freed, the program goes on."""
+        if found is None:
+            raise _Found(f"one process raises {expected!r}, workers do not")
+        backwards = step.backwards if isinstance(step, AtOnce) else (step,)
+        is_retained = all(isinstance(one, Backward) and one.retain_graph for one in backwards)
+        if not (is_retained and FAILURE in str(expected)):
+            raise _Ended(f"refused: {_brief(expected)}")
+        if FAILURE not in str(found):
+            self._judge_refusal(step, found, expected)
+        # Some gradients are there and some are not; from now on all has to be right.
+        self._freeing = None
+        self._clear_all()
+
     # -- graphs that are freed
 
-    def _judge_refusal(self, found: BaseException) -> None:
+    def _judge_refusal(self, step: Step, found: BaseException, expected: BaseException | None = None) -> None:
         # All arguments of a call have one send node. Behind those that get no gradient, too, the engine runs
         # the graph and frees it, without effect on any gradient. One process would not have touched it.
         if self._has_freed and "second time" in str(found):
             raise _Ended("refused: a second backward through a freed graph")
-        if self._has_bumped and "modified by an inplace operation" in str(found):
+        if _is_partial(step) and FAILURE in str(found):
+            raise _Ended("refused: a failure behind an argument that gets no gradient")
+        if self._has_modified and "modified by an inplace operation" in str(found):
             raise _Ended("refused: modified in place")
-        raise _Found(f"one process raises nothing, workers {type(found).__name__}: {_brief(found)}")
+        instead = "nothing" if expected is None else repr(expected)
+        raise _Found(f"one process raises {instead}, workers {type(found).__name__}: {_brief(found)}")
 
     def _must_be_spent(self, step: Step) -> bool:
         return isinstance(step, Backward) and step.roots in self._spent
 
     def _note(self, step: Step) -> None:
         """What may be refused later."""
-        self._has_bumped = self._has_bumped or (isinstance(step, Call) and step.function == "bump")
+        calls = step.calls if isinstance(step, Together) else (step,)
+        if any(isinstance(call, Call) and call.function in ("bump", "in_place") for call in calls):
+            self._has_modified = True
         if isinstance(step, Backward) and not (step.retain_graph or step.create_graph):
             self._has_freed = True
             if step.how in ("plain", "context"):
@@ -158,6 +177,12 @@ class _Comparison:
                 continue
             for context, held in found.items():
                 _compare(f"{name} in context {context}", held.get(name), ledger[context].get(name))
+
+
+def _is_partial(step: Step) -> bool:
+    """Whether only some gradients are wanted."""
+    backwards = step.backwards if isinstance(step, AtOnce) else (step,)
+    return any(isinstance(one, Backward) and one.how in ("inputs", "grad") for one in backwards)
 
 
 def _compare(what: str, found: Any, expected: Any) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 __all__ = [
+    "FAILURE",
     "OPERATIONS",
     "SHAPE",
     "bounded",
     "dense",
+    "failing_in_backward",
     "integers",
     "sparse",
     "with_dense_gradient",
@@ -70,6 +72,26 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 def sparse(x: torch.Tensor) -> torch.Tensor:
     """A COO tensor with some elements missing."""
     return (x * MASK).to_sparse() if x.layout is torch.strided else x
+
+
+FAILURE = "fails on purpose"
+
+
+def failing_in_backward(x: torch.Tensor) -> torch.Tensor:
+    same: torch.Tensor = _Failing.apply(x)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            raise ValueError(FAILURE)
 
 
 def with_hook(x: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

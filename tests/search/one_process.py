@@ -99,30 +99,30 @@ class OneProcess(World):
     def backward(self, backward: Backward) -> list[torch.Tensor | None]:
         self._label = backward.context  # what refs refer to is fetched in it
         retain_graph = self._retain_graph or backward.retain_graph
-        losses, wanted = self.losses(backward), self.wanted(backward)
+        (roots, gradients), wanted = self.roots(backward), self.wanted(backward)
         if backward.how == "grad":
             self._has_double = self._has_double or backward.create_graph
-            return grad(losses, wanted, retain_graph=retain_graph, create_graph=backward.create_graph)
-        contexts = {backward.context} if backward.how == "context" else self._contexts_of(losses)
+            return grad(roots, gradients, wanted, backward, retain_graph=retain_graph)
+        contexts = {backward.context} if backward.how == "context" else self._contexts_of(roots)
         local = backward.context if backward.how == "context" else AMBIENT
         everywhere = self._leaves()
         for leaf in everywhere.values():
             leaf.grad = None
         inputs = wanted if backward.how == "inputs" else None
-        torch.autograd.backward(losses, retain_graph=retain_graph, inputs=inputs)
+        torch.autograd.backward(roots, gradients, retain_graph=retain_graph, inputs=inputs)
         remote = contexts.pop() if len(contexts) == 1 else MIXED
         for name, leaf in everywhere.items():
             if leaf.grad is not None:
-                gradients = self.ledger[local if name.startswith("leaf") else remote]
-                gradients[name] = gradients.get(name, 0) + dense(leaf.grad.detach())
+                held = self.ledger[local if name.startswith("leaf") else remote]
+                held[name] = held.get(name, 0) + dense(leaf.grad.detach())
         return []
 
     def backward_at_once(self, backwards: Sequence[Backward]) -> list[torch.Tensor | None]:
         return [gradient for backward in backwards for gradient in self.backward(backward)]
 
-    def _contexts_of(self, losses: Sequence[torch.Tensor]) -> set[int]:
+    def _contexts_of(self, roots: Sequence[torch.Tensor]) -> set[int]:
         """The contexts of the calls that lie behind."""
-        stack = [loss.grad_fn for loss in losses]
+        stack = [root.grad_fn for root in roots if root.grad_fn is not None]
         crossing: Any = _Crossing._backward_cls
         seen, labels = set(stack), set(self._labels) if self._has_double else set()
         while stack:

@@ -75,22 +75,17 @@ class OverWorkers(World):
         return self._within(backward.context, lambda: self._backward(backward))
 
     def _backward(self, backward: Backward) -> list[torch.Tensor | None]:
-        losses, wanted = self.losses(backward), self.wanted(backward)
+        (roots, gradients), wanted = self.roots(backward), self.wanted(backward)
+        retain_graph = backward.retain_graph
         match backward.how:
             case "grad":
-                return grad(
-                    losses,
-                    wanted,
-                    retain_graph=backward.retain_graph,
-                    create_graph=backward.create_graph,
-                )
+                return grad(roots, gradients, wanted, backward, retain_graph=retain_graph)
             case "context":
-                context, _ = self._contexts[backward.context]
-                context.backward(losses, retain_graph=backward.retain_graph)
+                self._contexts[backward.context][0].backward(roots, gradients, retain_graph=retain_graph)
             case "plain":
-                torch.autograd.backward(losses, retain_graph=backward.retain_graph)
+                torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
             case "inputs":
-                torch.autograd.backward(losses, retain_graph=backward.retain_graph, inputs=wanted)
+                torch.autograd.backward(roots, gradients, retain_graph=retain_graph, inputs=wanted)
         return []
 
     def backward_at_once(self, backwards: Sequence[Backward]) -> list[torch.Tensor | None]:

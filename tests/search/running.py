@@ -24,7 +24,7 @@ from tests.search.steps import (
     Together,
 )
 
-__all__ = ["Arguments", "World"]
+__all__ = ["Arguments", "World", "grad"]
 
 Arguments = tuple[Any, Any]
 """Of a call: tensors, or refs to such."""
@@ -145,12 +145,19 @@ class World(ABC):
 
     # -- for the backward of either world
 
-    def losses(self, backward: Backward) -> list[torch.Tensor]:
-        """Scalars. Each with something to differentiate, even if it is of no consequence."""
+    def roots(self, backward: Backward) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Where it starts, and with which gradients. There is always something to differentiate, even if it
+        is of no consequence."""
         anchor = (self.leaves[0] * 0).sum()
         factors = integers(backward.id, len(backward.roots), *SHAPE)
-        roots = [dense(single(self._operand(root))).expand(SHAPE) for root in backward.roots]
-        return [(root * factor).sum() + anchor for root, factor in zip(roots, factors, strict=True)]
+        values = [dense(single(self._operand(root))) for root in backward.roots]
+        if not backward.direct:
+            pairs = zip(values, factors, strict=True)
+            losses = [(value.expand(SHAPE) * factor).sum() + anchor for value, factor in pairs]
+            return losses, [None] * len(losses)
+        roots = [value for value in values if value.requires_grad]
+        gradients = [factor.expand_as(root) for root, factor in zip(roots, factors[:, :1], strict=False)]
+        return [*roots, anchor], [*gradients, None]
 
     def wanted(self, backward: Backward) -> list[torch.Tensor]:
         """What gradients are asked for: a tensor may be there twice. Values that stay elsewhere are not."""
@@ -159,14 +166,24 @@ class World(ABC):
 
 
 def grad(
-    losses: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], *, retain_graph: bool, create_graph: bool
+    roots: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    wanted: Sequence[torch.Tensor],
+    backward: Backward,
+    *,
+    retain_graph: bool,
 ) -> list[torch.Tensor | None]:
     """torch.autograd.grad, with none for tensors that require no grad instead of an error."""
     asked = [tensor for tensor in wanted if tensor.requires_grad]
     if not asked:
         return [None] * len(wanted)
     found = torch.autograd.grad(
-        losses, asked, retain_graph=retain_graph or create_graph, create_graph=create_graph, allow_unused=True
+        roots,
+        asked,
+        gradients,
+        retain_graph=retain_graph or backward.create_graph,
+        create_graph=backward.create_graph,
+        allow_unused=True,
     )
     by_tensor = {id(tensor): gradient for tensor, gradient in zip(asked, found, strict=True)}
     return [by_tensor.get(id(tensor)) for tensor in wanted]

@@ -77,6 +77,8 @@ def _simpler(step: Step) -> Iterator[Step]:
                 yield replace(step, roots=step.roots[:index] + step.roots[index + 1 :])
             for index in range(len(step.wanted) if len(step.wanted) > 1 else 0):
                 yield replace(step, wanted=step.wanted[:index] + step.wanted[index + 1 :])
+            if step.direct:
+                yield replace(step, direct=False)
             if step.create_graph:
                 yield replace(step, create_graph=False)
             if not step.retain_graph:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
-from tests.search.local import ROWS, SHAPE, bounded, dense, integers, sparse, with_hook
+from tests.search.local import ROWS, SHAPE, bounded, dense, failing_in_backward, integers, sparse, with_hook
 
 import gradwire as gw
 
@@ -174,6 +174,9 @@ class Site:
             use_reentrant=False,
         )
         return result
+
+    def fail_in_backward(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+        return failing_in_backward(dense(single(x)) * self.weights)
 
     def hooked(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
         z = dense(single(x)) * self.weights
@@ -365,6 +368,7 @@ STATELESS = (
     "to_sparse",
     "sparse_twice",
     "hooked",
+    "fail_in_backward",
 )
 STATEFUL = (
     "keep",

@@ -78,7 +78,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward, from sums of some values. Gradients that it returns are the step's values."""
+    """A backward, from some values. Gradients that it returns are the step's values."""
 
     id: int
     how: Literal["plain", "inputs", "grad", "context"]
@@ -89,6 +89,8 @@ class Backward:
     create_graph: bool = False
     context: int = AMBIENT
     """The one that it runs in; with "context", the one that collects."""
+    direct: bool = False
+    """Whether it starts at the values themselves, with gradients for them, and not at sums of them."""
 
 
 @dataclass(frozen=True)
