@@ -27,7 +27,7 @@ from tests.search.steps import Program
 
 PROGRAMS_AT_A_TIME = 200
 """Before the workers are started anew, the other way."""
-HANGS_AFTER = 120.0
+HANGS_AFTER = 300.0
 """Seconds for one program, of which no step may take longer than `over_workers.STEP_SECONDS`."""
 PROGRESS_SECONDS = 60.0
 WAYS = {"processes": in_processes, "one process": in_this_process}

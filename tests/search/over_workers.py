@@ -17,7 +17,7 @@ import gradwire as gw
 
 __all__ = ["STEP_SECONDS", "OverWorkers", "real_site"]
 
-STEP_SECONDS = 30.0
+STEP_SECONDS = 60.0
 """A step that takes longer fails."""
 
 T = TypeVar("T")

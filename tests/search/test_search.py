@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -156,3 +158,26 @@ def test_an_error_of_the_workers_alone_is_found(monkeypatch: pytest.MonkeyPatch)
         verdict = judge((Call(0, "a", "weigh", X, Y, "p", "b"),), workers)
     assert verdict.finding is not None
     assert "not here" in verdict.finding
+
+
+def test_a_search_that_finds_something_says_so_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first program differs for as long as it has a backward; the time is over after one program."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the import does
+    command = importlib.import_module("tests.search.__main__")
+
+    def judged(program: Program, workers: Workers) -> Verdict:
+        differs = any(isinstance(step, Backward) for step in program)
+        return Verdict("found", "the gradient of x is 1 instead of 2") if differs else Verdict("all done")
+
+    monkeypatch.setattr(command, "judge", judged)
+    monkeypatch.setattr(command, "WAYS", {"no process": lambda: contextlib.nullcontext({})})
+    monkeypatch.setattr("sys.argv", ["search", "--seconds", "0", "--seed", "7"])
+    assert command.main() == 1
+    printed = capsys.readouterr().out
+    assert "FOUND with seed 7" in printed
+    assert printed.count("Backward(") == 1
+    assert "1 kinds of findings" in printed
+    monkeypatch.setattr(command, "judge", lambda program, workers: Verdict("all done"))
+    assert command.main() == 0
