@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -400,6 +401,20 @@ class TestToolsThatGoThroughParameters:
         model(X).sum().backward()
         with pytest.raises(TypeError, match="worker|remote|DistributedOptimizer"):
             use(model)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own package
+    def test_an_optimizer_that_shares_out_its_state_refuses_them(self, a: Served, tmp_path: Path) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+        )
+        try:
+            model = nn.Sequential(models.Layer(4), a.handle.create("Layer", 4))
+            with pytest.raises(TypeError, match="on a worker"):
+                ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        finally:
+            torch.distributed.destroy_process_group()
 
     def test_the_parameters_of_an_optimizer_are_not_without_those_on_workers(
         self, a: Served, b: Served
