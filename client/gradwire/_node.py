@@ -55,6 +55,10 @@ class Node:
         self._closed = False
         _nodes.add(self)
 
+    @property
+    def serves_functions(self) -> bool:
+        return link_pb2.METHOD_FORWARD_WITH_AUTOGRAD in self.methods
+
     def handle(self, exchange: Exchange) -> None:
         """Answers a question that came over any link of this node."""
         handler = self.methods.get(exchange.method)

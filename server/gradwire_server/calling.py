@@ -198,7 +198,7 @@ class CallRunner:
         for unneeded in ("autograd", "released"):
             kept.ClearField(unneeded)
         for ref in _refs_in(kept):
-            if ref.node.id == self._node.identity.node:
+            if ref.node.id in self._objects.nodes:
                 if not ref.name:
                     return None  # what has no name is gone after a restart
                 ref.node.id = 0
@@ -230,7 +230,7 @@ class CallRunner:
         if held is None:
             return None
         refs.append(held.number)
-        return self._objects.ref(held)
+        return self._objects.ref(held, self._node.identity.node)
 
     def _held_for(self, value: object, owner: int) -> Held | None:
         if is_data(value) or self._registry.is_record(value):
@@ -246,7 +246,7 @@ class CallRunner:
     def _resolve(self, used: list[Held], ref: value_pb2.RemoteRef) -> object:
         """The object itself if it is here, else a handle to where it is."""
         # Not by the name alone: another worker may share something else by the same name.
-        if ref.node.id != self._node.identity.node:
+        if ref.node.id not in self._objects.nodes:
             return handle_for(ref, self._node)
         used.append(self._objects.find(ref))
         return used[-1].value

@@ -112,7 +112,8 @@ class Objects:
     """The objects of one worker, found by number or by name."""
 
     def __init__(self, node: int, new_number: Callable[[], int]) -> None:
-        self._node = node
+        self.nodes = {node}
+        """The nodes that serve them, in whose name refs to them were sent."""
         self._new_number = new_number
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
@@ -190,7 +191,7 @@ class Objects:
             held = self._names.get(ref.name) if ref.name else self._held.get(ref.ref)
             if held is not None:
                 held.last_used = time.monotonic()
-        if held is None or (not ref.name and ref.node.id != self._node):
+        if held is None or (not ref.name and ref.node.id not in self.nodes):
             what = f"object named {ref.name!r}" if ref.name else f"{ref.class_name or 'object'} {ref.ref}"
             raise NotFound(
                 f"there is no {what} here: it was deleted, its lease ran out, or the worker was restarted"
@@ -205,12 +206,12 @@ class Objects:
             found = self._by_identity.get(id(value))
             return found[0] if found else None
 
-    def ref(self, held: Held) -> value_pb2.RemoteRef:
-        """A ref to be sent: whoever gets it says when it lets go of it."""
+    def ref(self, held: Held, node: int) -> value_pb2.RemoteRef:
+        """A ref to be sent by a node: whoever gets it says to that one when it lets go of it."""
         with self._lock:
             held.handles += 1
         return value_pb2.RemoteRef(
-            node=value_pb2.NodeId(id=self._node),
+            node=value_pb2.NodeId(id=node),
             ref=held.number,
             class_name=type(held.value).__name__,
             name=held.name,

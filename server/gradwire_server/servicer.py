@@ -16,7 +16,7 @@ from gradwire._scope import current_scope, entered
 from gradwire.autograd import ContextId, applied_modes, message_ids, message_protos, nbytes
 from gradwire.errors import MalformedMessage, Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
-from gradwire.transport import Exchange, faults
+from gradwire.transport import Exchange, Handler, faults
 from gradwire_server.calling import CallRunner
 from gradwire_server.execution import Slots
 from gradwire_server.registry import Registry
@@ -35,14 +35,25 @@ class Servicer:
         self._slots = slots
         self._runner = runner
         self.draining = False
-        node.methods[link_pb2.METHOD_FORWARD_WITH_AUTOGRAD] = self._when_open(self._forward)
-        node.methods[link_pb2.METHOD_DESCRIBE] = self._describe
-        node.methods[link_pb2.METHOD_INSPECT] = self._inspect
+        self._methods: dict[int, Handler] = {
+            link_pb2.METHOD_FORWARD_WITH_AUTOGRAD: self._when_open(self._forward),
+            link_pb2.METHOD_DESCRIBE: self._describe,
+            link_pb2.METHOD_INSPECT: self._inspect,
+        }
         self._started = time.monotonic()
 
     @property
     def name(self) -> str:
         return self._node.identity.name
+
+    def open(self) -> None:
+        """From now on the node serves calls."""
+        self._node.methods.update(self._methods)
+
+    def close(self) -> None:
+        """The node goes on without serving calls."""
+        for method in self._methods:
+            self._node.methods.pop(method, None)
 
     def _when_open(self, work: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
         """Hands work to a thread of its own, unless the worker is shutting down."""

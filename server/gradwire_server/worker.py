@@ -25,8 +25,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_module
 
 from gradwire import wire
-from gradwire._node import Node, refuse_if_forked
+from gradwire._node import Node, default_node, refuse_if_forked
 from gradwire._threads import DaemonThreads
+from gradwire.autograd.participant import not_kept_apart
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import LinkSettings, Room
 from gradwire.transport.base import call_each
@@ -74,6 +75,9 @@ class Worker:
 
     With a `state_dir` objects that have a name, and the optimizers over them, are saved there when the worker
     stops and every `save_every` seconds if they changed; a worker that is started with it goes on from them.
+
+    What the program calls elsewhere can call it back: `gw.caller()` reaches the functions of its worker over
+    the link that the program opened. Of several workers that run at a time, those of the first.
 
     A worker keeps no process alive. When the program ends, in whatever way, a worker that it did not stop is
     stopped without a grace period: calls in flight are cancelled, state is saved, clients are told goodbye.
@@ -124,14 +128,9 @@ class Worker:
         self._objects = Objects(self._node.identity.node, lambda: self._node.participant.new_id().number)
         for instance_name, instance in self._registry.instances.items():
             self._objects.keep(instance, owner=None, name=instance_name, permanent=True)
-        store = self._node.participant.store
-        # Objects have ids from the same count as messages, and are released by the same means.
-        node_id = self._node.identity.node
-        store.when_released = lambda ids: self._objects.release(id.number for id in ids if id.node == node_id)
-        store.when_owner_dropped = self._objects.drop_owner
-        self._node.participant.reading = self._objects.backward_through
         add_training(self._registry, self._objects)
-        runner = CallRunner(self._node, self._registry, self._objects, wire.Limits(), hold_limits)
+        self._hold_limits = hold_limits
+        runner = self._runner_for(self._node)
         if save_every is not None and state_dir is None:
             raise ValueError("save_every is of no use without a state_dir to save to")
         self._save_every = save_every
@@ -140,6 +139,9 @@ class Worker:
             self._state = StateDir(Path(state_dir), self._objects, runner.make_again)
         self._saved = threading.Event()
         self._servicer = Servicer(self._node, self._registry, self._slots, runner)
+        self._program: Node | None = None
+        """The program's own node, if others reach this worker over the links that the program opened."""
+        self._callbacks: Servicer | None = None
         self._hub = Hub(
             self._node.identity,
             self._node.handle,
@@ -217,12 +219,61 @@ class Worker:
             self._node.close()
             raise
         self._server = server
+        self._servicer.open()
+        self._look_after(self._node)
+        self._serve_as_program()
         server.start()
         _running.add(self)
-        participant = self._node.participant
-        participant.keep_lease(self._settings.lease)
-        self._objects.keep_lease(self._settings.lease, participant.is_linked)
+        self._node.participant.keep_lease(self._settings.lease)
+        self._objects.keep_lease(self._settings.lease, self._is_linked)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def _runner_for(self, node: Node) -> CallRunner:
+        return CallRunner(node, self._registry, self._objects, wire.Limits(), self._hold_limits)
+
+    def _look_after(self, node: Node) -> None:
+        """Lets go of objects that were given out in the name of a node when those who have them do."""
+        # Objects have ids from the same count as messages, and are released by the same means.
+        id, store = node.identity.node, node.participant.store
+        store.when_released = lambda ids: self._objects.release(
+            each.number for each in ids if each.node == id
+        )
+        store.when_owner_dropped = self._drop_owner
+        node.participant.reading = self._objects.backward_through
+        self._objects.nodes.add(id)
+
+    def _serve_as_program(self) -> None:
+        """Serves the same to those whom the program calls, unless another worker does so already.
+
+        They know the program by its own node, in whose graph their calls are recorded: so gradients flow
+        through them as through anything else that the program computes.
+        """
+        with _programs_lock:
+            program = default_node()
+            if program.serves_functions:
+                return
+            self._program = program
+            runner = self._runner_for(program)
+            self._callbacks = Servicer(program, self._registry, self._slots, runner)
+            self._callbacks.open()
+        self._look_after(program)
+
+    def _leave_program(self) -> None:
+        """The program goes on, with the links that it opened, without serving anything."""
+        if self._program is not None and self._callbacks is not None:
+            self._callbacks.close()
+            participant = self._program.participant
+            participant.store.when_released = lambda ids: None
+            participant.store.when_owner_dropped = lambda node: None
+            participant.reading = not_kept_apart
+
+    def _is_linked(self, client: int) -> bool:
+        nodes = [node for node in (self._node, self._program) if node is not None]
+        return any(node.participant.is_linked(client) for node in nodes)
+
+    def _drop_owner(self, client: int) -> None:
+        if not self._is_linked(client):
+            self._objects.drop_owner(client)
 
     def stop(self, grace: float | None = None) -> bool:
         """Drains and ends: takes no new calls, lets those in flight finish for `grace` seconds.
@@ -234,7 +285,9 @@ class Worker:
         if server is None:
             return True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._servicer.draining = True
+        for servicer in (self._servicer, self._callbacks):
+            if servicer is not None:
+                servicer.draining = True
         give_up_at = time.monotonic() + (self._grace if grace is None else grace)
         finished = self._finish_what_was_begun(give_up_at)
         if not finished:
@@ -245,6 +298,7 @@ class Worker:
         # Says goodbye, which cancels what still runs.
         self._hub.close()
         idle = self._slots.wait_until_idle(_FAREWELL_SECONDS)
+        self._leave_program()
         self._node.close()
         ended = _end(server)
         self._hub.join(_FAREWELL_SECONDS)
@@ -303,6 +357,7 @@ class Worker:
 
 
 _running: set[Worker] = set()
+_programs_lock = threading.Lock()
 
 
 @atexit.register

@@ -38,7 +38,7 @@ from gradwire.transport.timers import call_later
 if TYPE_CHECKING:
     from gradwire.autograd.passes import Run
 
-__all__ = ["Participant"]
+__all__ = ["Participant", "not_kept_apart"]
 
 _FLUSH_SECONDS = 1.0
 """Releases ride on other messages; those that find none are sent on their own after so long."""
@@ -47,10 +47,14 @@ _FLUSH_SECONDS = 1.0
 Reply = autograd_pb2.ForwardWithAutogradReply | autograd_pb2.PropagateGradientsReply
 
 
+_numbers = itertools.count(1)
+"""For the ids of all nodes of the process: what a worker keeps is known by one number to all of them."""
+
+
 _NOTHING = nullcontext()
 
 
-def _not_kept_apart(leaves: Sequence[Node]) -> AbstractContextManager[object]:
+def not_kept_apart(leaves: Sequence[Node]) -> AbstractContextManager[object]:
     return _NOTHING
 
 
@@ -64,7 +68,6 @@ class Participant:
         self.store = ContextStore()
         self.feedback = ErrorFeedback()
         self._find_link = find_link
-        self._counter = itertools.count(1)
         self._lock = threading.Lock()
         self.live: set[MessageId] = set()
         """Arguments that came in and are part of some graph, and results that reach third nodes' messages.
@@ -81,11 +84,11 @@ class Participant:
         """For each node, the oldest of its backwards that goes on, as far as it is known here."""
         self.hooks = WaitingHooks()
         self._closed = False
-        self.reading: Callable[[Sequence[Node]], AbstractContextManager[object]] = _not_kept_apart
+        self.reading: Callable[[Sequence[Node]], AbstractContextManager[object]] = not_kept_apart
         """Entered around a run that reaches these leaves: others, who change them, are kept apart from it."""
 
     def new_id(self) -> MessageId:
-        return MessageId(self.node, next(self._counter))
+        return MessageId(self.node, next(_numbers))
 
     # -- passes
 
