@@ -12,7 +12,7 @@ from tests.conformance.proxy import Proxy
 from tests.conformance.test_links import PING, Held, attachments_of, body_of
 
 from gradwire import errors
-from gradwire.transport import GrpcLink, LinkSettings
+from gradwire.transport import Exchange, GrpcLink, LinkSettings
 
 
 @pytest.fixture(params=["grpc", "same-host"])
@@ -62,6 +62,26 @@ def test_a_question_of_the_other_end_that_runs_during_a_cut_runs_once(ends: Ends
     exchange.reply(b"the answer")
     assert body_of(pending) == b"the answer"
     assert ends.here.asked == [b"once"]
+
+
+def test_whoever_answers_may_wait_for_the_same_link_during_a_cut(ends: Ends) -> None:
+    held = ends.there.answer = Held()
+
+    def answer(exchange: Exchange) -> None:
+        def ask_back() -> None:
+            exchange.reply(body_of(ends.left.ask(PING, b"back")))
+
+        if exchange.may_run_here():
+            ask_back()
+        else:
+            threading.Thread(target=ask_back).start()
+
+    ends.here.answer = answer
+    pending = ends.right.ask(PING, b"")
+    (asked_back,) = held.wait()
+    cut(ends)
+    asked_back.reply(b"the answer")
+    assert body_of(pending) == b"the answer"
 
 
 def test_an_answer_given_while_the_streams_are_cut_arrives(ends: Ends) -> None:

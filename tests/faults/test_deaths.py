@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,10 @@ def block(x, marker):
 @gws.expose
 def block_in_backward(x, marker):
     return Blocking.apply(x * weight, marker)
+
+@gws.expose
+def backward_there(x):
+    x.sum().backward()
 
 @gws.expose
 def block_in_step(marker):
@@ -193,6 +198,38 @@ def test_a_worker_that_dies_in_backward(launch: Launch, tmp_path: Path, number: 
     check_window(struck)
     wait_for(lambda: holds_nothing(survivor.address), "the survivor letting go")
     victim.revive()
+
+
+def test_a_worker_that_dies_while_a_backward_that_it_set_off_waits_for_it(
+    launch: Launch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The client runs that backward on behalf of the worker, which it asks for something meanwhile."""
+    daemon = launch(SERVED)
+    victim = Victim(daemon, number, tmp_path / "marker")
+    worker = gw.connect(daemon.address, lost_after=LOST_AFTER)
+
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            asked.append(worker.call_async("block", gradient, str(victim.marker)))
+            return asked[0].result() * 2
+
+    asked: list[gw.CallFuture] = []
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    future = worker.call_async("backward_there", Asking.apply(x))
+    futures.wait([future], 0)  # so that the connection's own threads read
+    struck = victim.strike_when_marked()
+    with pytest.raises(gw.WorkerLost, match=daemon.address):
+        asked[0].result(DEADLINE)
+    with pytest.raises(gw.WorkerLost, match=daemon.address):
+        future.result(DEADLINE)
+    check_window(struck)
+    victim.revive()
+    del future, asked[:]
 
 
 def test_a_worker_that_dies_in_an_optimizer_step(

@@ -1,8 +1,9 @@
 """The connecting end of a link over gRPC.
 
-A thread of its own keeps the link: it opens the two streams, reads the one for control, and opens new
-ones after a cut, until the other end has been out of reach for too long or is not who it was. Where the
-worker is on the same host, a local socket takes the place of the second stream, and carries everything.
+A thread of its own keeps the link: it opens the two streams, and new ones after a cut, until the other end
+has been out of reach for too long or is not who it was. Others read the streams: what comes may set off code
+that waits for this very link, and the thread that keeps it must be free to mend it. Where the worker is on the
+same host, a local socket takes the place of the second stream, and carries everything.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,6 +49,7 @@ PROTOCOL = 1
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
 _HANDSHAKE_SECONDS = 5.0
 _FAREWELL_SECONDS = 2.0
+_TAKING_IN_SECONDS = 0.5
 
 
 class _Broken(Exception):
@@ -66,8 +68,8 @@ class GrpcLink(Conversation):
         """The streams that are open or being opened."""
         self._carried = False
         """Whether they carry the conversation yet."""
-        self._bulk_broke = ""
-        """Why the stream for bulk data was the first to break, if it was."""
+        self._broke = ""
+        """Why the first stream that broke did, once one has."""
         self._connected = threading.Event()
         self._ending = threading.Event()
         self._farewell: Timer | None = None
@@ -214,27 +216,29 @@ class GrpcLink(Conversation):
     def _carry_over_network(
         self, control_call: Any, bulk_call: Any, streams: Streams, handshake: float
     ) -> None:
-        reader = threading.Thread(
-            target=self._read_bulk,
-            args=(bulk_call, streams),
-            name=f"gradwire-bulk-{self.target}",
-            daemon=True,
-        )
-        self._bulk_broke = ""
+        self._broke = ""
+        over = threading.Event()
+        readers = []
         self.attach(streams)
         self._carried = True
-        reader.start()
+        for role, call in (("control", control_call), ("bulk", bulk_call)):
+            name = f"gradwire-{role}-{self.target}"
+            reader = threading.Thread(target=self._read, args=(call, streams), name=name, daemon=True)
+            readers.append((call, reader))
+            if not call.add_callback(over.set):
+                over.set()
+            reader.start()
         self._connected.set()
         try:
-            self._read(control_call, streams)
-        except grpc.RpcError as error:
-            # If the other stream was the first to break, it knows why.
-            raise _Broken(self._bulk_broke or _explain(error, handshake)) from error
+            over.wait()  # gRPC calls back whatever way a stream ends
+            # What came before its end may be a goodbye. Unless it is stuck, its reader has taken it in at once.
+            next(reader for call, reader in readers if not call.is_active()).join(_TAKING_IN_SECONDS)
         finally:
             self._carried = False
             self._cut()
             streams.close(discard=True)
-            reader.join(_FAREWELL_SECONDS)
+        if self._ended is None:
+            raise _Broken(self._broke or _explain(control_call, handshake))
 
     def _open(
         self, channel: grpc.Channel, role: link_pb2.Hello.Role, streams: StreamPair, attempt: int
@@ -294,20 +298,18 @@ class GrpcLink(Conversation):
         self._welcomed = True
         return welcome.same_host if welcome.HasField("same_host") else None
 
-    def _read(self, received: Iterable[bytes], streams: Streams) -> None:
-        for data in received:
-            self.receive_or_refuse(data, streams)
-        if self._ended is None:
-            raise _Broken("the worker closed the stream")
-
-    def _read_bulk(self, call: Any, streams: Streams) -> None:
+    def _read(self, call: Any, streams: Streams) -> None:
+        """Reads a stream to its end, on a thread of its own."""
+        reason = "the worker closed the stream"
         try:
-            self._read(call, streams)
-        except (grpc.RpcError, _Broken) as error:
-            # One stream without the other is of no use: the keeper starts anew.
-            if self._ended is None and not streams.control.closed:
-                self._bulk_broke = str(error) if isinstance(error, _Broken) else _explain(error, 0.0)
-                self._cut()
+            for data in call:
+                self.receive_or_refuse(data, streams)
+        except grpc.RpcError as error:
+            reason = _explain(error, 0.0)
+        # One stream without the other is of no use: the keeper starts anew.
+        if self._ended is None and not streams.control.closed:
+            self._broke = self._broke or reason
+            self._cut()
 
     def _lost(self, reason: str) -> GradwireError:
         if not self._welcomed:

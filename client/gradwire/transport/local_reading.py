@@ -1,7 +1,8 @@
 """Who reads the local connection to a worker: whoever is about to wait for it anyway.
 
 A thread that waits for an answer reads the connection itself, if no other does. A thread of the connection's
-own reads when nobody has done so for a while.
+own reads when nobody has done so for a while. The thread that supervises the link never reads: what comes may
+be a question whose answer waits for the same link, and somebody must be left to mend it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ thread does not read: it would only be in the way of one who asks much ..."""
 _PATIENCE_SECONDS = 0.02
 """... for so long at most."""
 _RECENT_SECONDS = 0.25
+_LIVENESS_SECONDS = 1.0
 
 
 class Source(Protocol):
@@ -58,6 +60,8 @@ class Reading(Readers):
         """Answers that threads wait for who could not read themselves."""
         self._error: GradwireError | None = None
         """Why it ended, if what came broke the protocol."""
+        self._over = threading.Condition(self._lock)
+        """For `run`: whether it has ended, and nobody reads any more."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrival = select.poll()
         self._arrival.register(source.fileno(), select.POLLIN)
@@ -69,10 +73,15 @@ class Reading(Readers):
         self._spin = Spinning(self._poll)
 
     def run(self) -> None:
-        """Reads until the connection ends, or lets others do so. Raises if what came broke the protocol."""
-        self._take_turns()
+        """Returns when the connection has ended, and sees to it until then that there is a thread that reads.
+
+        Raises if what came broke the protocol.
+        """
         with self._lock:
-            self._changed.wait_for(lambda: not self._is_callers_turn)
+            while not self._ended or self._is_callers_turn:
+                if not self._ended and self._turn is None and not self._ready:
+                    self._go_on()
+                self._over.wait(_LIVENESS_SECONDS)
             os.close(self._wake)
             self._wake = -1
         if self._error is not None:
@@ -135,6 +144,7 @@ class Reading(Readers):
             self._error = error
             self._turn = None
             self._changed.notify_all()
+            self._over.notify_all()
 
     def _relieve(self) -> None:
         super()._relieve()
@@ -175,6 +185,8 @@ class Reading(Readers):
                     self._free_since = self._read_own_at = time.monotonic()
                     if self._ended or self._expecting:
                         self._changed.notify_all()
+                    if self._ended:
+                        self._over.notify_all()
             del came
             if is_over:
                 watch(self)
