@@ -46,8 +46,18 @@ class _Session:
     key: tuple[int, int]
     conversation: Conversation
     streams: StreamPair
+    """The streams of the latest attempt."""
     attempt: int
+    carrier: Streams | None = None
+    """What carries the conversation in this attempt: the streams, or the local socket that they led to. None
+    until the client has shown which by opening the other stream, or by coming to the socket."""
     lease: Timer | None = None
+    """Runs while the client is away."""
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether the client is there, and has yet to show which way it goes."""
+        return self.carrier is None and self.lease is None
 
 
 class Hub:
@@ -118,7 +128,8 @@ class Hub:
         silence = call_later(self._settings.hello_timeout, context.cancel)
         try:
             hello = _read_hello(requests)
-            session, resumed = self._join(hello, context.peer())
+            meeting_point = self._open_meeting_point() if hello.same_host else None
+            session, resumed = self._join(hello, context.peer(), has_choice=meeting_point is not None)
         except GradwireError as error:
             log.warning("refused a stream from %s: %s", context.peer(), error)
             yield frames.goodbye(faults.describe(error, self._identity.name))
@@ -149,7 +160,6 @@ class Hub:
             yield self._welcome(resumed)
             yield from streams.bulk
             return
-        meeting_point = self._open_meeting_point() if hello.same_host else None
         if meeting_point is None:
             yield self._welcome(resumed)
             yield from streams.control
@@ -181,8 +191,12 @@ class Hub:
         session, beneath = purpose
         local = LocalStreams(self._settings, session.conversation.allowance, connection, beneath)
         with self._lock:
+            if session.streams is not beneath or not session.is_choosing or self._closed:
+                connection.close()  # too late: it has come back, or has gone another way
+                return
             self._readers.add(threading.current_thread())
-        session.conversation.attach(local, instead_of=beneath)
+            session.carrier = local
+            session.conversation.attach(local)
         try:
             # Only now: what is said to the client before would go over the stream, where it does not look.
             confirm(connection)
@@ -197,8 +211,14 @@ class Hub:
             with self._lock:
                 self._readers.discard(threading.current_thread())
 
-    def _join(self, hello: link_pb2.Hello, address: str) -> tuple[_Session | None, bool]:
-        """The session that a stream belongs to, and whether it was there before."""
+    def _join(
+        self, hello: link_pb2.Hello, address: str, *, has_choice: bool
+    ) -> tuple[_Session | None, bool]:
+        """The session that a stream belongs to, and whether it was there before.
+
+        Nothing is written before it is known what carries the conversation: what waits for a stream that the
+        client does not open, or does not read, would be lost, and would be kept for as long as it is open.
+        """
         key = (hello.node, hello.session)
         with self._lock:
             if self._closed:
@@ -207,6 +227,10 @@ class Hub:
             if hello.role == Hello.ROLE_BULK:
                 if session is None or session.attempt != hello.attempt:
                     raise ProtocolError("a bulk stream for a conversation that is not open")
+                if session.is_choosing:
+                    self._carry_over_streams(session)
+                if session.carrier is not session.streams:
+                    raise ProtocolError("a bulk stream for a conversation that goes another way")
                 return session, True
             if session is None and hello.resume:
                 return None, False  # what it had here is gone; all it needs is to hear so
@@ -215,19 +239,24 @@ class Hub:
             resumed = session is not None
             if session is None:
                 session = self._sessions[key] = self._new_session(key, hello, address)
-                streams = session.streams
             else:
-                streams = StreamPair(self._settings, session.conversation.allowance)
                 if session.lease is not None:
                     session.lease.cancel()
-                session.streams, session.attempt, session.lease = streams, hello.attempt, None
-            # Under the lock, so that of two attempts the later one is attached last.
-            session.conversation.attach(streams)
+                session.conversation.detach(session.streams)
+                session.streams = StreamPair(self._settings, session.conversation.allowance)
+                session.attempt, session.carrier, session.lease = hello.attempt, None, None
+            if not has_choice:
+                self._carry_over_streams(session)
         if not resumed:
             session.conversation.when_ended(lambda _: self._forget(session))
             self._on_open(session.conversation)
             log.info("%s connected from %s", session.conversation.peer, address)
         return session, resumed
+
+    def _carry_over_streams(self, session: _Session) -> None:
+        """With the lock held, so that of two attempts the later one is attached last."""
+        session.carrier = session.streams
+        session.conversation.attach(session.streams)
 
     def _new_session(self, key: tuple[int, int], hello: link_pb2.Hello, address: str) -> _Session:
         peer = Identity(hello.node, _printable(hello.name) or address)
@@ -266,12 +295,14 @@ class Hub:
 
     def _leave(self, session: _Session, streams: Streams) -> None:
         conversation = session.conversation
-        if not conversation.detach(streams) or conversation.ended is not None:
-            return
-        log.info("the link of %s was cut; its lease runs for %g s", conversation.peer, self._settings.lease)
+        conversation.detach(streams)
         with self._lock:
-            if session.streams is streams and not self._closed:
-                session.lease = call_later(self._settings.lease, partial(self._expire, session, streams))
+            if session.streams is not streams or session.lease is not None:
+                return  # it came back, or this is known already
+            if self._closed or conversation.ended is not None:
+                return
+            session.lease = call_later(self._settings.lease, partial(self._expire, session, streams))
+        log.info("the link of %s was cut; its lease runs for %g s", conversation.peer, self._settings.lease)
 
     def _expire(self, session: _Session, streams: Streams) -> None:
         with self._lock:

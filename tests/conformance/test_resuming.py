@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.conformance.ends import SECONDS, Ends, Memory, Node, opened, serving
@@ -21,9 +22,17 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
         yield ends
 
 
+def eventually(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+
+
 def cut(ends: Ends) -> None:
-    """Cuts the streams, and returns when the right end has noticed."""
+    """Cuts the streams, once there are some, and returns when the right end has noticed."""
     assert isinstance(ends.left, GrpcLink)
+    eventually(lambda: ends.right.connected)
     before = ends.right._streams  # type: ignore[attr-defined]
     give_up_at = time.monotonic() + SECONDS
     while ends.right._streams is before:  # type: ignore[attr-defined]
@@ -113,6 +122,40 @@ def test_many_cuts_amid_many_questions_lose_and_repeat_nothing(ends: Ends) -> No
             cut(ends)
     assert [body_of(pending) for pending in pendings] == bodies
     assert sorted(ends.there.asked) == sorted(bodies)
+
+
+@pytest.mark.parametrize("asker", ["left", "right"])
+def test_what_was_sent_again_after_a_cut_is_let_go_of_when_it_has_arrived(ends: Ends, asker: str) -> None:
+    asking, asked, held = ends.left, ends.there, Held()
+    if asker == "right":
+        asking, asked = ends.right, ends.here
+    asked.answer = held
+    question, answer = Memory(bytes(300_000)), Memory(bytes(300_000))
+    pending = asking.ask(PING, b"", [question])
+    (exchange,) = held.wait()
+    cut(ends)
+    exchange.reply(b"", [answer])
+    assert attachments_of(pending) == [bytes(300_000)]
+    left = [weakref.ref(question), weakref.ref(answer)]
+    asked.answer = lambda exchange: exchange.reply(b"")
+    del question, answer, pending, exchange, held
+    asking.ask(PING, b"").result(SECONDS)  # acknowledges what came before it
+    eventually(lambda: [memory() for memory in left] == [None, None])
+
+
+@pytest.mark.parametrize("asker", ["left", "right"])
+def test_a_question_that_is_cancelled_during_a_cut_is_cancelled_there(ends: Ends, asker: str) -> None:
+    asking, asked, held = ends.left, ends.there, Held()
+    if asker == "right":
+        asking, asked = ends.right, ends.here
+    asked.answer = held
+    for _ in range(10):  # so that it is before new streams are there, some of the times
+        pending = asking.ask(PING, b"")
+        exchange = held.wait()[-1]
+        cut(ends)
+        assert pending.cancel()
+        eventually(lambda exchange=exchange: exchange.cancelled)  # type: ignore[misc]
+        exchange.reply(b"")
 
 
 def test_a_deadline_runs_on_during_a_cut() -> None:

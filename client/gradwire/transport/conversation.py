@@ -304,20 +304,16 @@ class Conversation(Link):
 
     # -- streams
 
-    def attach(self, streams: Streams, *, instead_of: Streams | None = None) -> None:
-        """Carries on over new streams: what is not answered or acknowledged is sent again.
-
-        `instead_of`: only if those are the ones in use.
-        """
+    def attach(self, streams: Streams) -> None:
+        """Carries on over new streams: what is not answered or acknowledged is sent again."""
         with self._lock:
             previous = self._streams
-            if self._ended is not None or instead_of not in (None, previous):
+            if self._ended is not None:
                 streams.close(discard=True)
                 return
             if previous is not None:
                 self._traffic_before += previous.traffic
-                if previous is not streams.beneath:
-                    previous.close(discard=True)
+                previous.close(discard=True)
             self._streams = streams
             self.inline_bytes = streams.inline_bytes
             for id in self._withdrawn:
