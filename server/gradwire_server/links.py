@@ -189,11 +189,11 @@ class Hub:
         """A client of this host came, who has a stream already: reads what it says from here on."""
         assert isinstance(purpose, tuple)
         session, beneath = purpose
+        reception = self._open_reception()
         local = LocalStreams(self._settings, session.conversation.allowance, connection, beneath)
         with self._lock:
             if session.streams is not beneath or not session.is_choosing or self._closed:
-                connection.close()  # too late: it has come back, or has gone another way
-                return
+                raise ConnectionAbortedError("the client has come back, or has gone another way")
             self._readers.add(threading.current_thread())
             session.carrier = local
             session.conversation.attach(local)
@@ -203,7 +203,7 @@ class Hub:
         except OSError:
             local.close(discard=True)
         try:
-            local.carry(session.conversation, self._open_reception())
+            local.carry(session.conversation, reception)
         except GradwireError as error:
             session.conversation.refuse(error)
         finally:
@@ -211,9 +211,7 @@ class Hub:
             with self._lock:
                 self._readers.discard(threading.current_thread())
 
-    def _join(
-        self, hello: link_pb2.Hello, address: str, *, has_choice: bool
-    ) -> tuple[_Session | None, bool]:
+    def _join(self, hello: link_pb2.Hello, address: str, *, has_choice: bool) -> tuple[_Session | None, bool]:
         """The session that a stream belongs to, and whether it was there before.
 
         Nothing is written before it is known what carries the conversation: what waits for a stream that the

@@ -110,13 +110,22 @@ def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
             link.close()
 
 
+Served = Iterator[bytes]
+Between = Callable[[Served], Served]
+"""Sees, and may change, what a worker writes to a stream."""
+
+
 @contextmanager
-def serving(node: Node, settings: LinkSettings) -> Iterator[tuple[Hub, str]]:
+def serving(
+    node: Node, settings: LinkSettings, between: Between = lambda written: written
+) -> Iterator[tuple[Hub, str]]:
     """A gRPC server with a hub and nothing else."""
     hub = Hub(node.identity, node.handle, settings)
     pool = ThreadPoolExecutor(50, thread_name_prefix="gradwire-test")
     server = grpc.server(pool, options=server_options(settings))
-    handler = grpc.stream_stream_rpc_method_handler(hub.serve)
+    handler = grpc.stream_stream_rpc_method_handler(
+        lambda requests, context: between(hub.serve(requests, context))
+    )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Link": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

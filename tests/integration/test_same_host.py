@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,91 @@ def test_a_stranger_gets_nowhere() -> None:
         assert len(met) == 1
     finally:
         point.close()
+
+
+def test_a_client_that_has_given_up_when_it_is_greeted_is_not_met() -> None:
+    met: list[object] = []
+    point = MeetingPoint.open(lambda purpose, connection: met.append(purpose))
+    assert point is not None
+    try:
+        client, accepted = socket.socketpair(socket.AF_UNIX)
+        client.sendall(point.offer("purpose", "unix:").token)
+        client.close()
+        point._greet(accepted)
+        assert accepted.fileno() < 0
+        assert met == []
+    finally:
+        point.close()
+
+
+OUT_OF_DESCRIPTORS = """
+import errno, os, resource
+import gradwire_server as gws
+
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+filling = []
+
+@gws.expose
+def fill():
+    # Leaves no descriptor for anything else to open.
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, limits[1]))
+    while True:
+        try:
+            filling.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError as error:
+            assert error.errno == errno.EMFILE
+            return
+
+@gws.expose
+def open_descriptors():
+    # Without opening one.
+    return sum(is_open(number) for number in range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+def is_open(number):
+    try:
+        os.fstat(number)
+        return True
+    except OSError:
+        return False
+
+@gws.expose
+def release():
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    while filling:
+        os.close(filling.pop())
+"""
+
+
+def local_sockets_of(process: int) -> list[str]:
+    """The names of the local sockets in Linux's abstract namespace that a process listens on."""
+    own = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            own.add(os.readlink(descriptor))
+        except OSError:
+            continue  # closed meanwhile
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [
+        fields[7].removeprefix("@")
+        for fields in lines
+        if fields[3] == "00010000" and f"socket:[{fields[6]}]" in own and len(fields) > 7
+    ]
+
+
+def test_a_worker_that_ran_out_of_descriptors_for_a_while_is_met_again(launch: Launch) -> None:
+    daemon = launch(SERVED + OUT_OF_DESCRIPTORS)
+    with gw.connect(daemon.address) as worker, ExitStack() as stack:
+        (name,) = local_sockets_of(daemon.process.pid)
+        worker.fill()
+        before = worker.open_descriptors()
+        # The acceptor has its next descriptor already; the one after that fails.
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
+        wait_until(lambda: worker.open_descriptors() > before)
+        for _ in range(3):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
+            assert worker.double(1) == 2
+        worker.release()
+    with gw.connect(daemon.address) as worker:
+        assert worker.double(torch.ones(MIB)).sum() == 2 * MIB
+        assert segments_of("self") > 0

@@ -2,8 +2,8 @@
 
 A thread of its own keeps the link: it opens the two streams, and new ones after a cut, until the other end
 has been out of reach for too long or is not who it was. Others read the streams: what comes may set off code
-that waits for this very link, and the thread that keeps it must be free to mend it. Where the worker is on the
-same host, a local socket takes the place of the second stream, and carries everything.
+that waits for this very link, and the thread that keeps it must be free to mend it. Where the worker is on
+the same host, a local socket takes the place of the second stream, and carries everything.
 """
 
 from __future__ import annotations
@@ -173,16 +173,20 @@ class GrpcLink(Conversation):
         self, control: grpc.Channel, bulk: grpc.Channel, streams: StreamPair, attempt: int, give_up_at: float
     ) -> None:
         """Opens the streams and reads until they end."""
-        handshake = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
-        timer = call_later(handshake, self._cut)
+        handshake = 0.0
         try:
-            control_call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
-            offer = self._welcome(_first_frame(control_call))
-            connection = meet(offer, self.target) if offer is not None and self.settings.same_host else None
+            with self._cut_if_silent(give_up_at) as handshake:
+                control_call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
+                offer = self._welcome(_first_frame(control_call))
+            connection = None
+            if offer is not None and self.settings.same_host:
+                # Half of the time that is left: if nobody answers there, the rest is for the network.
+                connection = meet(offer, self.target, (give_up_at - time.monotonic()) / 2)
             if connection is None:
-                bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
-                if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
-                    raise _Broken("the stream for bulk data was refused")
+                with self._cut_if_silent(give_up_at) as handshake:
+                    bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
+                    if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
+                        raise _Broken("the stream for bulk data was refused")
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._welcomed:
                 raise ConnectFailed(
@@ -190,12 +194,20 @@ class GrpcLink(Conversation):
                     worker=self.target,
                 ) from error
             raise _Broken(_explain(error, handshake)) from error
-        finally:
-            timer.cancel()
         if connection is None:
             self._carry_over_network(control_call, bulk_call, streams, handshake)
         else:
             self._carry_locally(control_call, connection, streams)
+
+    @contextmanager
+    def _cut_if_silent(self, give_up_at: float) -> Iterator[float]:
+        """Gives a stream so many seconds to answer."""
+        handshake = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
+        timer = call_later(handshake, self._cut)
+        try:
+            yield handshake
+        finally:
+            timer.cancel()
 
     def _carry_locally(self, control_call: Any, connection: socket.socket, beneath: Streams) -> None:
         local = LocalStreams(self.settings, self.allowance, connection, beneath)
@@ -207,6 +219,8 @@ class GrpcLink(Conversation):
         self._connected.set()
         try:
             local.carry(self)
+        except OSError as error:
+            raise _Broken(f"the local socket cannot be read: {error}") from error
         finally:
             self._carried = False
         if self._ended is None:
@@ -231,7 +245,7 @@ class GrpcLink(Conversation):
         self._connected.set()
         try:
             over.wait()  # gRPC calls back whatever way a stream ends
-            # What came before its end may be a goodbye. Unless it is stuck, its reader has taken it in at once.
+            # What came before its end may be a goodbye. Unless its reader is stuck, it is taken in at once.
             next(reader for call, reader in readers if not call.is_active()).join(_TAKING_IN_SECONDS)
         finally:
             self._carried = False

@@ -26,6 +26,8 @@ log = logging.getLogger("gradwire.link")
 
 _TOKEN_BYTES = 32
 _MEETING_SECONDS = 5.0
+_PAUSE_SECONDS = 0.1
+"""Before another try to accept, when one has failed."""
 _CREDENTIALS = struct.Struct("3i")
 _ACCEPTED = b"\x01"
 
@@ -36,7 +38,8 @@ class MeetingPoint:
     """Where a worker waits for clients of the same host."""
 
     def __init__(self, on_met: Callable[[object, socket.socket], None]) -> None:
-        """`on_met` is called on a thread of its own with what the offer was made for, and must `confirm`."""
+        """`on_met` is called on a thread of its own with what the offer was made for, and must `confirm`, or
+        raise OSError: then the client goes over the network."""
         self._on_met = on_met
         self._lock = threading.Lock()
         self._expected: dict[bytes, object] = {}
@@ -44,6 +47,7 @@ class MeetingPoint:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self._name}")
         self._listener.listen(128)
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="gradwire-meeting-point", daemon=True)
         self._thread.start()
 
@@ -70,6 +74,7 @@ class MeetingPoint:
             self._expected.pop(offer.token, None)
 
     def close(self) -> None:
+        self._closed.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -78,14 +83,23 @@ class MeetingPoint:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        is_failing = False
+        while not self._closed.is_set():
+            connection = None
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(
-                target=self._greet, args=(connection,), name="gradwire-local", daemon=True
-            ).start()
+                threading.Thread(
+                    target=self._greet, args=(connection,), name="gradwire-local", daemon=True
+                ).start()
+                is_failing = False
+            except (OSError, RuntimeError) as error:
+                # No descriptor or no thread is to be had. Whoever waits goes over the network meanwhile.
+                if connection is not None:
+                    connection.close()
+                if not is_failing and not self._closed.is_set():
+                    log.warning("clients of this host cannot be taken at the local socket now: %s", error)
+                is_failing = True
+                self._closed.wait(_PAUSE_SECONDS)
 
     def _greet(self, connection: socket.socket) -> None:
         try:
@@ -93,12 +107,14 @@ class MeetingPoint:
             if not _is_ours(connection):
                 raise PermissionError("a process of another user")
             purpose = self._redeem(_read(connection, _TOKEN_BYTES))
-            connection.settimeout(None)
+            connection.setblocking(False)
+            if _has_hung_up(connection):
+                raise ConnectionResetError("the client has given up")
+            connection.setblocking(True)
+            self._on_met(purpose, connection)
         except OSError as error:
             log.warning("refused a connection to the local socket: %s", error)
             connection.close()
-            return
-        self._on_met(purpose, connection)
 
     def _redeem(self, token: bytes) -> object:
         with self._lock:
@@ -113,13 +129,15 @@ def confirm(connection: socket.socket) -> None:
     connection.sendall(_ACCEPTED)
 
 
-def meet(offer: link_pb2.SameHost, target: str) -> socket.socket | None:
-    """Takes a worker's offer; None if that is not possible, or there is something in between."""
+def meet(offer: link_pb2.SameHost, target: str, seconds: float = _MEETING_SECONDS) -> socket.socket | None:
+    """Takes a worker's offer; None if that is not possible in time, or there is something in between."""
     if not are_supported() or not _is_direct(offer.seen_address, target):
         return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = None
     try:
-        connection.settimeout(_MEETING_SECONDS)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Only the last step takes time, unless the worker is overrun.
+        connection.settimeout(min(max(seconds, 0.1), _MEETING_SECONDS))
         connection.connect(f"\0{offer.socket}")
         if not _is_ours(connection):
             raise PermissionError("a process of another user")
@@ -129,7 +147,8 @@ def meet(offer: link_pb2.SameHost, target: str) -> socket.socket | None:
         return connection
     except OSError as error:
         log.debug("no shortcut to %s: %s", target, error)
-        connection.close()
+        if connection is not None:
+            connection.close()
         return None
 
 
@@ -141,6 +160,14 @@ def _read(connection: socket.socket, length: int) -> bytes:
             raise ConnectionResetError("the other end closed")
         data += more
     return data
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    """Of a connection that does not block."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
 
 
 def _is_ours(connection: socket.socket) -> bool:
