@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from enum import Enum
 from functools import partial
 
 from gradwire import errors
@@ -24,9 +25,11 @@ from gradwire.proto.v1 import link_pb2
 from gradwire.transport import Exchange, GrpcLink, Handler, Identity, Link, LinkSettings, faults
 from gradwire.transport.base import call_each
 
-__all__ = ["Node", "SharedLink", "current_context_id", "current_node", "default_node"]
+__all__ = ["Again", "Node", "SharedLink", "current_context_id", "current_node", "default_node"]
 
 
+_GLANCE_SECONDS = 0.5
+"""How long to look whether a worker that was lost is back."""
 _EXIT_SECONDS = 1.0
 """How long the end of the process waits for what still computes for others."""
 
@@ -165,16 +168,24 @@ class Node:
                 raise errors.LinkClosed(f"{self.identity.name} has been shut down")
             key = (target, settings)
             if key not in self._places:
-                self._places[key] = SharedLink(
-                    self.participant, target, lambda left: self._connect(target, settings, left)
-                )
+                connect = partial(self._connect, target, settings)
+                self._places[key] = SharedLink(self.participant, target, connect, settings.lost_after)
             return self._places[key]
 
-    def _connect(self, target: str, settings: LinkSettings, left: float | None) -> Link:
+    def _connect(self, target: str, settings: LinkSettings, again: Again | None) -> Link:
         if self._closed:
             raise errors.LinkClosed(f"{self.identity.name} has been shut down")
         link = GrpcLink(target, self.identity, self.handle, settings)
-        link.connect(left)
+        if again is None or not settings.wait_for_ready:
+            link.connect(deadline())
+        else:
+            is_lost = again is Again.LOST
+            patience = min(settings.connect_timeout, _GLANCE_SECONDS if is_lost else settings.lost_after)
+            try:
+                link.connect(deadline(), patience=patience, tries_again=not is_lost)
+            except errors.ConnectFailed as error:
+                message = f"{target} was there and is gone: {error}"
+                raise errors.WorkerLost(message, worker=target) from error
         self.met(link)
         return link
 
@@ -189,35 +200,71 @@ class Node:
         self.pool.shutdown(wait=False)
 
 
+class Again(Enum):
+    """Why a worker is connected to that was connected before. Either takes no longer than its loss may."""
+
+    NEEDED = "needed"
+    """What it is needed for begins now. It has `lost_after` seconds to answer, else it counts as lost."""
+    LOST = "lost"
+    """It was out of reach for so long already. It is asked once whether it is back."""
+
+
 class SharedLink:
     """A place for the link to one worker, made when it is first needed and again when it was lost."""
 
     def __init__(
-        self, participant: Participant, target: str, connect: Callable[[float | None], Link]
+        self,
+        participant: Participant,
+        target: str,
+        connect: Callable[[Again | None], Link],
+        lost_after: float = LinkSettings.lost_after,
     ) -> None:
         self.participant = participant
         self._target = target
         self._connect = connect
+        self._lost_after = lost_after
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
         self._link: Link | None = None
+        self._failures = 0
+        """How often connecting has failed."""
+        self._failure: errors.GradwireError | None = None
+        """Why it did the last time, unless it worked since."""
+        self._failed_again: Again | None = None
+        """What it was tried for then, and so for how long."""
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def get(self) -> Link:
-        """The link. Connects if need be, for as long as the deadline in force allows."""
+    def get(self, again: Again | None = None) -> Link:
+        """The link. Connects if need be, for as long as the deadline in force allows.
+
+        For who had a link before, `again` says why: then the worker is lost if it does not answer soon.
+        """
         refuse_if_forked()
         link = self._link
         if link is not None and link.ended is None:
             return link
-        # Whoever comes while another connects waits for the same connection.
+        # Whoever comes while another connects waits for the same connection, or for the same failure.
+        failures = self._failures
         left = deadline()
-        if not self._connecting.acquire(timeout=-1 if left is None else left):
-            raise errors.DeadlineExceeded(
-                f"no time left to wait for the connection to {self._target}", worker=self._target
+        waits = -1 if left is None else left
+        if again is not None and not 0 <= waits < self._lost_after:
+            waits = self._lost_after
+        if not self._connecting.acquire(timeout=waits):
+            message = f"no time left to wait for the connection to {self._target}"
+            raise (errors.DeadlineExceeded if waits == left else errors.WorkerLost)(
+                message, worker=self._target
             )
         try:
             if self._link is None or self._link.ended is not None:
-                self._link = self._connect(deadline())
+                is_shared = self._failures != failures and again is self._failed_again
+                if is_shared and self._failure is not None:
+                    raise self._failure.again()
+                try:
+                    self._link, self._failure = self._connect(again), None
+                except errors.LinkError as error:
+                    self._failures += 1
+                    self._failure, self._failed_again = error.again(), again
+                    raise
             return self._link
         finally:
             self._connecting.release()

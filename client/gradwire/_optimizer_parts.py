@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -14,6 +16,7 @@ import torch
 from gradwire import _calls
 from gradwire._compression import compression
 from gradwire._contexts import Context, current_context, is_explicit
+from gradwire._node import Again, current_node
 from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, entered
 from gradwire._stepping import Rehearsal, unscaled, values_of
@@ -21,6 +24,7 @@ from gradwire._workers import RemoteWorker
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
 from gradwire.nn import RemoteParameters
 from gradwire.proto.v1 import autograd_pb2
+from gradwire.transport import Link
 
 __all__ = [
     "Group",
@@ -256,8 +260,13 @@ class RemotePart:
         """Starts a call of the optimizer there; what is returned waits for it."""
         return RemoteCall(self, method, args, timeout)
 
+    def look_again(self) -> None:
+        """For a worker that was lost, and waited for: raises WorkerLost unless it is back by now."""
+        self.worker._place.get(Again.LOST)
+
     def outcome(self, ticket: int, seconds: float) -> str:
         """What became of a step: made, not made, half made, or unknown. It is not made later, either."""
+        self.look_again()
         with entered(replace(current_scope(), deadline=time.monotonic() + seconds)):
             outcome: str = self.start("outcome", ticket)()
         return outcome
@@ -276,29 +285,45 @@ class RemoteCall:
         self._part = part
         self._method = method
         self._args = args
+        self._timeout = timeout
         self.was_sent = False
         """Whether the worker may have got it."""
-        assert part._ref is not None
+        self._future: _calls.CallFuture | None = None
+        self._error: GradwireError | None = None
+        self._connecting: Future[Link] | None = None
+        if part.is_linked:
+            self._send()
+        else:
+            # Elsewhere, so that several workers that are gone are waited for together.
+            self._surroundings = copy_context()
+            self._connecting = current_node().pool.submit(self._surroundings.run, lambda: part.worker._link)
+
+    def _send(self) -> None:
+        assert self._part._ref is not None
         try:
             with compression():  # off: state must arrive as it is
-                self._future: _calls.CallFuture | GradwireError = part._ref.call_async(
-                    method, *args, timeout=timeout
-                )
+                self._future = self._part._ref.call_async(self._method, *self._args, timeout=self._timeout)
             self.was_sent = True
         except GradwireError as error:
-            self._future = error
+            self._error = error
 
     def __call__(self) -> Any:
+        if self._connecting is not None:
+            self._connecting.result()
+            self._surroundings.run(self._send)
         try:
-            if isinstance(self._future, GradwireError):
-                raise self._future
+            if self._future is None:
+                assert self._error is not None
+                raise self._error
             # Not _calls.wait: an interrupt must not cancel a step that others make, too.
             return self._future.result()
         except (NotFound, LinkError) as error:
             if self._method not in _ASKED_AGAIN:
                 raise
-            if isinstance(error, LinkError) and self._method not in _REPEATABLE:
-                raise
+            if isinstance(error, LinkError):
+                if self._method not in _REPEATABLE:
+                    raise
+                self._part.look_again()
             self.was_sent = False
             self._part.start_make(resume=True)()
             assert self._part._ref is not None

@@ -13,7 +13,7 @@ from gradwire._calls import CallFuture
 from gradwire._compression import NOT_COMPRESSED, Compression
 from gradwire._describe import FunctionInfo, function_info
 from gradwire._devices import NO_MAP, Device, DeviceMap
-from gradwire._node import Node, SharedLink, current_node
+from gradwire._node import Again, Node, SharedLink, current_node
 from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, time_left
 from gradwire._scope import timeout as scope_timeout
@@ -45,6 +45,7 @@ class RemoteWorker:
         self._compression = compression
         place.join(self)
         self._closed = False
+        self._was_connected = False
         self._description: describe_pb2.DescribeReply | None = None
 
     @property
@@ -61,7 +62,9 @@ class RemoteWorker:
     def _link(self) -> Link:
         if self._closed:
             raise LinkClosed(f"this handle to {self._target} was closed", worker=self._target)
-        return self._place.get()
+        link = self._place.get(Again.NEEDED if self._was_connected else None)
+        self._was_connected = True
+        return link
 
     def _ready(self) -> None:
         """Connects, and checks the device map and the codecs against what the worker has."""

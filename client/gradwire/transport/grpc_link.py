@@ -63,6 +63,9 @@ class GrpcLink(Conversation):
         super().__init__(local, Identity(0, target, ""), handler, settings)
         self.target = target
         self._session = new_id()
+        self._patience = settings.connect_timeout
+        self._tries_again = settings.wait_for_ready
+        """To connect, for so long."""
         self._welcomed = False
         self._calls: tuple[Any, ...] = ()
         """The streams that are open or being opened."""
@@ -75,14 +78,25 @@ class GrpcLink(Conversation):
         self._farewell: Timer | None = None
         self._keeper = threading.Thread(target=self._keep, name=f"gradwire-link-{target}", daemon=True)
 
-    def connect(self, time_left: float | None = None) -> None:
+    def connect(
+        self,
+        time_left: float | None = None,
+        *,
+        patience: float | None = None,
+        tries_again: bool | None = None,
+    ) -> None:
         """Returns when the other end has answered; raises ConnectFailed if it does not in time.
 
-        `time_left` is what the surroundings allow: DeadlineExceeded if that is less.
+        `time_left` is what the surroundings allow: DeadlineExceeded if that is less. `patience` and
+        `tries_again` take the place of what the settings say of `connect_timeout` and `wait_for_ready`.
         """
+        if patience is not None:
+            self._patience = patience
+        if tries_again is not None:
+            self._tries_again = tries_again
         self.when_ended(self._on_end)
         self._keeper.start()
-        patience = self.settings.connect_timeout + _HANDSHAKE_SECONDS
+        patience = self._patience + _HANDSHAKE_SECONDS
         if time_left is not None and time_left < patience:
             if not self._connected.wait(time_left):
                 error = f"no time left to wait for {self.target} to answer"
@@ -132,7 +146,7 @@ class GrpcLink(Conversation):
                 self._farewell.cancel()
 
     def _keep_over(self, control: grpc.Channel, bulk: grpc.Channel) -> None:
-        give_up_at = time.monotonic() + self.settings.connect_timeout
+        give_up_at = time.monotonic() + self._patience
         backoff, attempt = _FIRST_BACKOFF, 0
         while self._ended is None:
             attempt += 1
@@ -153,7 +167,7 @@ class GrpcLink(Conversation):
                 if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC says so in words only
                     give_up_at -= silence_before_cut(self.settings)
                 backoff = _FIRST_BACKOFF
-            impatient = not self._welcomed and not self.settings.wait_for_ready
+            impatient = not self._welcomed and not self._tries_again
             if self._ended is None and (impatient or time.monotonic() >= give_up_at):
                 self.abort(self._lost(reason))
             # Full jitter: many clients of one worker must not come back all at once.
@@ -329,7 +343,7 @@ class GrpcLink(Conversation):
         if not self._welcomed:
             return ConnectFailed(
                 f"no gradwire worker answered at {self.target}"
-                + (f" within {self.settings.connect_timeout:g} s" if self.settings.wait_for_ready else "")
+                + (f" within {self._patience:g} s" if self._tries_again else "")
                 + f": {reason}",
                 worker=self.target,
             )
