@@ -399,24 +399,31 @@ class Participant:
         link = link_ref()
         if link is None or link.ended is not None:
             return
-        releases = self.releases_to(link)
+        try:
+            self._flush_now(link, self.releases_to(link))
+        finally:
+            call_later(_FLUSH_SECONDS, partial(self._flush, link_ref))
+
+    def _flush_now(self, link: Link, releases: Releases) -> None:
         for kind, body in releases.take_unread():
             self._release_unread(kind, body, releases)
         released = releases.take()
-        if released:
-            request = autograd_pb2.CleanupContextRequest(messages=message_protos(released))
-            pending = Pending()
-            self.undo_if_failed(pending, link, None, released)
-            try:
-                link.ask(
-                    link_pb2.METHOD_CLEANUP_CONTEXT,
-                    request.SerializeToString(),
-                    timeout=60.0,
-                    pending=pending,
-                )
-            except GradwireError:
-                return  # it ended just now, and everything with it
-        call_later(_FLUSH_SECONDS, partial(self._flush, link_ref))
+        if not released:
+            return
+        request = autograd_pb2.CleanupContextRequest(messages=message_protos(released))
+        pending = Pending()
+        self.undo_if_failed(pending, link, None, released)
+        try:
+            link.ask(
+                link_pb2.METHOD_CLEANUP_CONTEXT,
+                request.SerializeToString(),
+                timeout=60.0,
+                pending=pending,
+            )
+        except GradwireError:
+            # Nothing was sent. It may be cut, and does not wait: then there is another time.
+            for id in released:
+                releases.append(id)
 
     def _release_unread(self, kind: type[Reply], body: bytes, releases: Releases) -> None:
         try:
