@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.conformance.ends import SECONDS, Ends, Memory, Node, opened, serving
+from tests.conformance.ends import SECONDS, Ends, Memory, Node, echo, opened, serving
 from tests.conformance.proxy import Proxy
 from tests.conformance.test_links import PING, Held, attachments_of, body_of
 
@@ -183,6 +183,34 @@ def test_the_network_comes_back() -> None:
         proxy.open = True
         assert attachments_of(pending) == [bytes(200_000)]
         assert proxy.connections >= 4
+        link.close()
+
+
+def test_what_was_kept_back_and_cannot_leave_takes_no_room() -> None:
+    settings = LinkSettings(
+        connect_timeout=SECONDS, lost_after=SECONDS, wait_for_ready=False, max_bytes_in_flight=300_000
+    )
+    here, there = Node("here"), Node("there", Held())
+    with serving(there, settings) as (_, address), Proxy(address) as proxy:
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
+        link.connect()
+        first = link.ask(PING, b"first", [Memory(bytes(200_000))])
+        there.wait_until_asked()
+        kept_back = [link.ask(PING, b"kept back", [Memory(bytes(200_000))]) for _ in range(3)]
+        proxy.open = False
+        proxy.cut()
+        eventually(lambda: not link.connected)
+        assert first.cancel()
+        for pending in kept_back:
+            with pytest.raises(errors.ConnectFailed):
+                pending.result(SECONDS)
+        proxy.open = True
+        eventually(lambda: link.connected)
+        (exchange,) = there.answer.exchanges  # type: ignore[attr-defined]
+        exchange.reply(b"")
+        there.answer = echo
+        assert body_of(link.ask(PING, b"next", [Memory(bytes(200_000))])) == b"next"
+        assert there.asked == [b"first", b"next"]
         link.close()
 
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -172,10 +173,15 @@ class Conversation(Link):
 
     def _leave_window(self, asked: Asked) -> None:
         """It is over with a question: others may be sent now."""
-        for following in self._window.leave(asked):
+        ready = deque(self._window.leave(asked))
+        while ready:
+            following = ready.popleft()
             try:
                 self._ask(following)
             except GradwireError as error:
+                # It needs no room. Those behind it may be sent, or fail as well.
+                following.stop_timer()
+                ready.extend(self._window.leave(following))
                 following.pending.settle(error)
 
     def _check_size(self, body: bytes, attachments: Sequence[Sendable]) -> None:
