@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from typing import Protocol
 
 __all__ = ["BRISK_SECONDS", "be_alert", "watch"]
+
+log = logging.getLogger("gradwire.link")
 
 BRISK_SECONDS = 0.004
 """What takes no longer than this is not worth another thread."""
@@ -37,13 +40,18 @@ class _Lookout:
     def be_alert(self) -> None:
         self._pause = _SHORTEST_PAUSE
 
-    def watch(self, watched: Watched) -> None:
+    def watch(self, watched: Watched) -> bool:
         with self._lock:
             self._watched.add(watched)
             if not self._is_looking:
-                self._is_looking = True
                 self._pause = _SHORTEST_PAUSE
-                threading.Thread(target=self._look, name="gradwire-lookout", daemon=True).start()
+                try:
+                    threading.Thread(target=self._look, name="gradwire-lookout", daemon=True).start()
+                except RuntimeError as error:
+                    log.warning("no thread can be had: %s", error)  # it is tried again
+                    return False
+                self._is_looking = True
+            return True
 
     def _look(self) -> None:
         idle = 0.0
@@ -54,7 +62,7 @@ class _Lookout:
             with self._lock:
                 watched, self._watched = self._watched, set()
             now = time.monotonic()
-            occupied = {one for one in watched if one.look(now)}
+            occupied = {one for one in watched if self._is_occupied(one, now)}
             idle = 0.0 if watched else idle + pause
             with self._lock:
                 self._watched |= occupied
@@ -63,13 +71,23 @@ class _Lookout:
                     return
             del watched, occupied  # nobody is kept for being looked at
 
+    def _is_occupied(self, watched: Watched, now: float) -> bool:
+        try:
+            return watched.look(now)
+        except Exception:  # the others must go on being looked at
+            log.exception("looking at what reads failed")
+            return False
+
 
 _lookout = _Lookout()
 
 
-def watch(watched: Watched) -> None:
-    """Has something looked at from now on, until nothing is going on any more."""
-    _lookout.watch(watched)
+def watch(watched: Watched) -> bool:
+    """Has something looked at from now on, until nothing is going on any more.
+
+    Whether it is: there may be no thread to do so. Then it is with the next that is to be looked at.
+    """
+    return _lookout.watch(watched)
 
 
 def be_alert() -> None:

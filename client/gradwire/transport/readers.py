@@ -124,7 +124,9 @@ class Readers(ABC):
             return False
         self._waits = False
         self._busy_since = time.monotonic()
-        watch(self)
+        if not watch(self):
+            self._busy_since = 0.0  # nobody would notice that it takes long
+            return False
         return True
 
     def step_aside(self) -> None:

@@ -159,7 +159,7 @@ def test_nobody_waits_for_one_that_takes_long() -> None:
 
 
 def test_nobody_stands_in_for_one_whom_nobody_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "watch", lambda _: None)  # nobody looks but this
+    monkeypatch.setattr(readers, "watch", lambda _: True)  # nobody looks but this
     with open_reception() as reception:
         desk, line = Desk(reception), Line()
         with attended(reception, line, desk), occupied(desk, line):
@@ -200,7 +200,7 @@ def test_one_that_waits_steps_aside_for_others_at_once() -> None:
 
 def test_to_wait_for_others_is_not_to_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """So what waits goes on being worked on where it is read, unless that was in somebody's way."""
-    monkeypatch.setattr(readers, "watch", lambda _: None)
+    monkeypatch.setattr(readers, "watch", lambda _: True)
     with open_reception() as reception:
         desk, line = Desk(reception), Line()
         worked: list[bytes] = []
@@ -251,7 +251,7 @@ class Clock:
         self.now = 100.0
         # Not the clock of the whole process, which others rely on.
         monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(readers, "watch", lambda _: None)
+        monkeypatch.setattr(readers, "watch", lambda _: True)
 
 
 def test_nobody_waits_for_one_who_has_much_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
