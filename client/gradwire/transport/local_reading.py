@@ -13,8 +13,10 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
+from gradwire._interrupts import Uninterrupted
 from gradwire.errors import GradwireError, LinkClosed
 from gradwire.transport.base import Pending
 from gradwire.transport.lookout import watch
@@ -56,8 +58,9 @@ class Reading(Readers):
         self._is_callers_turn = False
         self._free_since = 0.0
         self._asked_at = self._read_own_at = -math.inf
-        self._expecting: list[Pending] = []
-        """Answers that threads wait for who could not read themselves."""
+        self._expecting: dict[Pending, None] = {}
+        """Answers that threads wait for who could not read themselves. Each is taken out when it has come,
+        without the lock: people's destructors, which may do anything, run at any moment."""
         self._error: GradwireError | None = None
         """Why it ended, if what came broke the protocol."""
         self._over = threading.Condition(self._lock)
@@ -94,7 +97,7 @@ class Reading(Readers):
     def _is_free(self) -> bool:
         if self._turn is not None:
             return False
-        if any(not pending.done() for pending in self._expecting):
+        if self._expecting:
             return True
         idle = time.monotonic() - self._free_since
         return idle >= _PATIENCE_SECONDS or (idle >= _GRACE_SECONDS and not self._is_in_the_way())
@@ -117,26 +120,17 @@ class Reading(Readers):
                 return
             if frame is None:
                 continue
+            was_expecting = bool(self._expecting)
             self._receive(frame)
             with self._lock:
                 if not self._is_dealt_with(me):
                     return
-                came = self._no_longer_expected()
                 # Those who had to wait are likely to ask again soon, and can read the answer themselves then.
-                if not self._expecting and (came or (self._is_in_the_way() and not self._source.has_more)):
+                is_last = was_expecting or (self._is_in_the_way() and not self._source.has_more)
+                if is_last and not self._expecting:
                     self._turn, self._free_since = None, time.monotonic()
                     break
-            del came
         watch(self)
-
-    def _no_longer_expected(self) -> list[Pending]:
-        """Takes out what has come. With the lock held, and not to be destroyed before it is released:
-        people's destructors may do anything."""
-        if not self._expecting:
-            return []
-        came = [pending for pending in self._expecting if pending.done()]
-        self._expecting = [pending for pending in self._expecting if not pending.done()]
-        return came
 
     def _end(self, error: GradwireError | None) -> None:
         with self._lock:
@@ -166,37 +160,46 @@ class Reading(Readers):
         if pending.done():
             return
         try:
-            with self._lock:
-                if self._ended:
-                    return
-                if self._turn is not None:
-                    self._expecting.append(pending)
-                    return
-                self._turn, self._is_callers_turn = pending, True
-            self._read_own(pending)
-        finally:
-            # The user may interrupt at any moment.
-            came: list[Pending] = []
-            with self._lock:
-                is_over = self._turn is pending
-                if is_over:
-                    came = self._no_longer_expected()
-                    self._turn, self._is_callers_turn = None, False
-                    self._free_since = self._read_own_at = time.monotonic()
-                    if self._ended or self._expecting:
-                        self._changed.notify_all()
+            try:
+                with self._lock:
                     if self._ended:
-                        self._over.notify_all()
-            del came
-            if is_over:
-                watch(self)
+                        return
+                    is_own = self._turn is None
+                    if is_own:
+                        self._turn, self._is_callers_turn = pending, True
+                if is_own:
+                    self._read_own(pending)
+                else:
+                    self._note_expected(pending)
+            finally:
+                self._hand_on(pending)
+        finally:
+            # Once more: the user may interrupt at any moment, and that is one, too.
+            self._hand_on(pending)
+
+    def _hand_on(self, pending: Pending) -> None:
+        """Ends the turn of the one who waits for an answer, if it has it. Can be done again at any point."""
+        if self._turn is not pending:
+            return
+        with self._lock:
+            self._free_since = self._read_own_at = time.monotonic()
+            if self._ended or self._expecting:
+                self._changed.notify_all()
+            if self._ended:
+                self._over.notify_all()
+            self._turn, self._is_callers_turn = None, False
+        watch(self)
 
     def expect(self, pending: Pending) -> None:
         """Has the connection read until there is an answer, by another thread than this."""
+        self._note_expected(pending)
         with self._lock:
-            if not any(other is pending for other in self._expecting):
-                self._expecting.append(pending)
             self._go_on()
+
+    def _note_expected(self, pending: Pending) -> None:
+        if pending not in self._expecting:
+            self._expecting[pending] = None
+            pending.when_settled(partial(self._expecting.pop, pending, None))
 
     def _read_own(self, pending: Pending) -> None:
         reader = threading.get_ident()
@@ -218,8 +221,6 @@ class Reading(Readers):
                     continue
             try:
                 frame = next(self._source)
-                if frame is not None:
-                    self._receive(frame)
             except StopIteration:
                 self._ended = True
                 return
@@ -227,9 +228,13 @@ class Reading(Readers):
                 self._ended, self._error = True, error
                 return
             except BaseException:
-                # The user interrupts amid a frame, and it cannot be told what of it was done.
+                # The user interrupts amid a frame, and it cannot be told how much of it was read.
                 self._ended, self._error = True, LinkClosed("reading the link was interrupted")
                 raise
+            if frame is not None:
+                # What is half done could not be done again: it may be an answer that others wait for.
+                with Uninterrupted():
+                    self._receive(frame)
 
 
 def _drain(descriptor: int) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dis
+import itertools
 import os
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FrameType, FunctionType
+from typing import Any
 
 import pytest
 from tests.unit.transport.support import SECONDS, eventually
@@ -229,3 +236,80 @@ def test_no_descriptor_is_left() -> None:
     with open_line(desk) as (line, reading):
         exchange(line, reading, desk, b"a")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def interrupted_at(number: int, code: CodeType, work: Callable[[], object]) -> bool:
+    """Interrupts some work where Python would, within a function, for the n-th time. Whether there is such a
+    place: interrupts take effect when a function begins, after a call and before a loop's next round."""
+    places = itertools.count()
+    names = {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+    previous = ""
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal previous
+        if event == "opcode":
+            previous, before = names[frame.f_lasti], previous
+            if before in ("RESUME", "CALL", "JUMP_BACKWARD") and next(places) == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    def trace_calls(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace_calls)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(outer)
+    return False
+
+
+@pytest.mark.parametrize("function", [Reading.read_for, Reading._hand_on])
+def test_whoever_is_interrupted_anywhere_leaves_the_turn_to_others(function: FunctionType) -> None:
+    for number in itertools.count():
+        desk, line = Desk(), Line()
+        reading = Reading(line, desk.receive)
+        pending = desk.ask(b"a")
+        line.far.send(b"a")
+        was_interrupted = interrupted_at(number, function.__code__, partial(reading.read_for, pending))
+        keeper = threading.Thread(target=reading.run)
+        keeper.start()
+        later = desk.ask(b"b")
+        line.far.send(b"b")
+        assert later.result(SECONDS).body == b"b"
+        line.far.close()
+        keeper.join(SECONDS)
+        assert not keeper.is_alive()
+        line._near.close()
+        if not was_interrupted:
+            break
+    assert number >= 3  # there were places to interrupt
+
+
+def test_an_interrupt_while_an_answer_is_taken_in_loses_nothing() -> None:
+    desk, line = Desk(), Line()
+
+    def receive(frame: bytes) -> None:
+        if frame == b"a":
+            signal.raise_signal(signal.SIGINT)
+        desk.receive(frame)
+
+    reading = Reading(line, receive)
+    own, another = desk.ask(b"b"), desk.ask(b"a")
+    line.far.send(b"a")
+    with pytest.raises(KeyboardInterrupt):
+        reading.read_for(own)
+    assert another.result(SECONDS).body == b"a"
+    line.far.send(b"b")
+    reading.read_for(own)
+    assert own.result(SECONDS).body == b"b"
+    line.far.close()
+    reading.run()  # returns when it has ended
+    line._near.close()
