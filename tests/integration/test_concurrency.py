@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -166,3 +168,65 @@ def test_a_worker_is_started_once() -> None:
     with pytest.raises(RuntimeError, match="started once"):
         worker.start()
     assert worker.stop() is True
+
+
+def test_what_waiting_for_many_calls_costs_grows_with_their_number(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call is looked at again and again while others are answered."""
+    looks = Counter[str]()
+    done = gw.CallFuture.done
+
+    def counted(future: gw.CallFuture) -> bool:
+        looks["done"] += 1
+        return done(future)
+
+    monkeypatch.setattr(gw.CallFuture, "done", counted)
+    count = 1000
+    with gw.connect(workers.a) as worker:
+
+        async def gather() -> list[int]:
+            return list(await asyncio.gather(*(worker.call_async("double", n) for n in range(count))))
+
+        assert asyncio.run(gather()) == list(range(0, 2 * count, 2))
+        calls = [worker.call_async("double", number) for number in range(count)]
+        assert len(wait(calls, 60).done) == count
+    assert count <= looks["done"] < 30 * count
+
+
+def test_done_callbacks_share_their_threads(workers: Workers) -> None:
+    count = 500
+    told = threading.Semaphore(0)
+    threads: set[threading.Thread] = set()
+
+    def tell(_: object) -> None:
+        threads.add(threading.current_thread())
+        told.release()
+
+    with gw.connect(workers.a) as worker:
+        for _ in range(count):
+            worker.call_async("double", 1).add_done_callback(tell)
+        for _ in range(count):
+            assert told.acquire(timeout=60)
+    assert len(threads) < count / 4
+
+
+def test_done_callbacks_may_wait_for_one_another(workers: Workers) -> None:
+    """And for other calls, so that each of them holds a thread."""
+    count = 10
+    all_are_here = threading.Barrier(count)
+    done: list[int] = []
+
+    with gw.connect(workers.a) as worker:
+
+        def meet(_: object) -> None:
+            all_are_here.wait(60)
+            done.append(worker.double(1))
+
+        for _ in range(count):
+            worker.call_async("double", 1).add_done_callback(meet)
+        end = time.monotonic() + 60
+        while len(done) < count:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert done == [2] * count

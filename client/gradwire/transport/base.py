@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import link_pb2, tensor_pb2
+from gradwire.transport.callbacks import call_elsewhere
 from gradwire.wire import supported_codecs
 
 __all__ = [
@@ -231,17 +232,12 @@ class Pending(Future[Any]):
         return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """As `Future`'s, but on a thread of its own: the thread that brings the answer reads the link, and
+        """As `Future`'s, but on another thread: the thread that brings the answer reads the link, and
         a callback that waits for another answer would keep it from ever coming."""
         if self.done():
             super().add_done_callback(fn)
             return
-
-        def run() -> None:
-            thread = threading.Thread(target=call_each, args=([partial(fn, self)],), name="gradwire-callback")
-            thread.start()
-
-        self.when_settled(run)
+        self.when_settled(partial(call_elsewhere, partial(fn, self)))
         self._is_awaited()
 
     def when_settled(self, callback: Callable[[], object]) -> None:
