@@ -23,7 +23,7 @@ from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.transport import Buffer, Exchange, Link
 from gradwire_server.access import Reading
 from gradwire_server.limits import HoldLimits
-from gradwire_server.objects import Held, Kept, Objects, Recipe, is_data, method_of
+from gradwire_server.objects import Held, Kept, Objects, Recipe, is_data
 from gradwire_server.registry import Registry, Served
 
 __all__ = ["CallRunner"]
@@ -162,7 +162,7 @@ class CallRunner:
         key = (type(target.value), name)
         served = self._methods.get(key)
         if served is None:
-            served = self._methods[key] = method_of(target, name, self._name)
+            served = self._methods[key] = self._registry.method(target.value, name, self._name)
         return served
 
     # -- objects that stay

@@ -9,7 +9,6 @@ it. Objects that the worker's own code exposed by name stay as long as the worke
 from __future__ import annotations
 
 import enum
-import inspect
 import itertools
 import logging
 import threading
@@ -30,23 +29,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradwire._bookkeeping import InUse, Tally
 from gradwire._scope import current_scope
 from gradwire.autograd import nbytes
-from gradwire.errors import (
-    AlreadyExists,
-    NotFound,
-    PermissionDenied,
-    StaleParameters,
-    StepRefused,
-    UnknownFunction,
-)
+from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StaleParameters, StepRefused
 from gradwire.proto.v1 import value_pb2
 from gradwire.transport import call_later
 from gradwire_server.access import Access, ParameterLock, Reading
-from gradwire_server.registry import Served, method_names
 
 if TYPE_CHECKING:
     from gradwire_server.optimizers import WorkerOptimizer
 
-__all__ = ["Held", "Kept", "Objects", "Recipe", "is_data", "method_of"]
+__all__ = ["Held", "Kept", "Objects", "Recipe", "is_data"]
 
 log = logging.getLogger("gradwire.server")
 
@@ -111,10 +102,14 @@ class Kept:
 class Objects:
     """The objects of one worker, found by number or by name."""
 
-    def __init__(self, node: int, new_number: Callable[[], int]) -> None:
+    def __init__(
+        self, node: int, new_number: Callable[[], int], method_names: Callable[[type], Iterable[str]]
+    ) -> None:
         self.nodes = {node}
         """The nodes that serve them, in whose name refs to them were sent."""
         self._new_number = new_number
+        self._method_names = method_names
+        """Those that others may call, of a class."""
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
         self._names: dict[str, Held] = {}
@@ -216,7 +211,7 @@ class Objects:
             class_name=type(held.value).__name__,
             name=held.name,
             is_module=isinstance(held.value, torch.nn.Module),
-            methods=method_names(type(held.value)),
+            methods=self._method_names(type(held.value)),
         )
 
     def in_use(self, held: Held | None) -> InUse:
@@ -366,21 +361,3 @@ def _tensor_bytes(value: object) -> int:
     if isinstance(value, torch.nn.Module):
         return sum(map(nbytes, itertools.chain(value.parameters(), value.buffers())))
     return nbytes(value) if isinstance(value, torch.Tensor) else 0
-
-
-def method_of(held: Held, name: str, worker: str) -> Served:
-    """A method that others may call, as a function of the object: a public one, or calling it."""
-    class_ = type(held.value)
-    is_public = not name.startswith("_") or name == "__call__"
-    # Looked up on the class: what an instance holds in its attributes is not for others to call.
-    found = next((vars(base)[name] for base in class_.__mro__ if name in vars(base)), None)
-    method = getattr(class_, name) if is_public and found is not None else None
-    if not callable(method) or inspect.isclass(method):
-        raise UnknownFunction(f"{class_.__name__} on {worker} has no method {name!r}", worker=worker)
-    served_name = f"{class_.__name__}.{name}"
-    if isinstance(found, staticmethod | classmethod):
-        of_class: Callable[..., object] = method
-        return Served(served_name, lambda _, *args, **kwargs: of_class(*args, **kwargs))
-    # A module is called so that its hooks run, but takes the arguments of its forward.
-    like = class_.forward if name == "__call__" and isinstance(held.value, torch.nn.Module) else method
-    return Served(served_name, method, like)

@@ -8,7 +8,7 @@ import enum
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, TypeVar, overload
@@ -20,7 +20,7 @@ from gradwire.proto.v1 import describe_pb2
 from gradwire.wire import TypeRegistry
 from gradwire_server.errors import NothingExposed
 
-__all__ = ["Instance", "Registry", "Served", "expose", "expose_for", "exposed_in", "method_names"]
+__all__ = ["Instance", "Registry", "Served", "expose", "expose_for", "exposed_in"]
 
 _MOST_FITTING = 100
 """Ways of calling a function that are remembered."""
@@ -169,16 +169,18 @@ class Served:
         if len(self._fitting) < _MOST_FITTING:
             self._fitting.add(given)
 
-    def describe(self) -> describe_pb2.Function:
+    def describe(self, methods_of: Callable[[type], Mapping[str, object]]) -> describe_pb2.Function:
         described = _describe_callable(self.name, self.value, self.signature)
+        methods: Mapping[str, object] = {}
         if inspect.isclass(self.value):
             described.kind = describe_pb2.Function.KIND_CLASS
-            described.methods.extend(_describe_methods(self.value))
+            methods = methods_of(self.value)
         elif inspect.isroutine(self.value):
             described.kind = describe_pb2.Function.KIND_FUNCTION
         else:
             described.kind = describe_pb2.Function.KIND_INSTANCE
-            described.methods.extend(_describe_methods(type(self.value)))
+            methods = methods_of(type(self.value))
+        described.methods.extend(_describe_method(name, value) for name, value in methods.items())
         return described
 
 
@@ -195,6 +197,8 @@ class Registry:
         self._internal: dict[str, Served] = {}
         self.instances: dict[str, object] = {}
         """Objects that the worker's own code exposed, by name."""
+        self.methods_of: Callable[[type], Mapping[str, object]] = lru_cache(self._find_methods)
+        """The methods of a class that others may call, by name."""
         for value in served:
             if isinstance(value, ModuleType):
                 entries = exposed_in(value)
@@ -268,12 +272,63 @@ class Registry:
         error.suggestions = tuple(suggestions)
         raise error
 
+    def method_names(self, class_: type) -> list[str]:
+        return list(self.methods_of(class_))
+
+    def method(self, value: object, name: str, worker: str) -> Served:
+        """A method of an object that others may call, or calling it, as a function of the object."""
+        class_: Any = type(value)
+        served_name = f"{class_.__name__}.{name}"
+        if name == "__call__" and callable(value):
+            # A module is called so that its hooks run, but takes the arguments of its forward.
+            like = class_.forward if isinstance(value, torch.nn.Module) else None
+            return Served(served_name, class_.__call__, like)
+        # Looked up on the class: what an instance holds in its attributes is not for others to call.
+        found = self.methods_of(class_).get(name)
+        if found is None:
+            raise UnknownFunction(
+                f"{class_.__name__} on {worker} has no method {name!r} that others may call"
+                f"{self._why_not(class_, name)}",
+                worker=worker,
+            )
+        method: Callable[..., object] = getattr(class_, name)
+        if isinstance(found, staticmethod | classmethod):
+            return Served(served_name, lambda _, *args, **kwargs: method(*args, **kwargs))
+        return Served(served_name, method)
+
+    def _find_methods(self, class_: type) -> dict[str, object]:
+        """The public methods that a class itself, or an exposed base of it, defines.
+
+        A base that is not exposed may define anything: those of a module can replace its parameters by
+        memory that was never written to, or make files.
+        """
+        methods = {
+            name: value
+            for name, (base, value) in _definitions(class_).items()
+            if self._may_define(base, class_) and not name.startswith("_") and _is_method(value)
+        }
+        return dict(sorted(methods.items()))
+
+    def _may_define(self, base: type, class_: type) -> bool:
+        if _package(base) in ("torch", "builtins"):
+            return False
+        entry = _exposed.get(id(base))
+        return base is class_ or base in self._classes or (entry is not None and entry.value is base)
+
+    def _why_not(self, class_: type, name: str) -> str:
+        base, value = _definitions(class_).get(name, (class_, None))
+        if name.startswith("_") or not _is_method(value) or self._may_define(base, class_):
+            return ""
+        if _package(base) in ("torch", "builtins"):
+            return ": it is not its own"
+        return f": {base.__name__}, which defines it, is not exposed"
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._served))
 
     def describe(self) -> list[describe_pb2.Function]:
-        return [self._served[name].describe() for name in self.names]
+        return [self._served[name].describe(self.methods_of) for name in self.names]
 
     def describe_types(self) -> list[describe_pb2.ExposedType]:
         return [
@@ -289,32 +344,30 @@ def _not_callable(name: str, value: object) -> Callable[..., object]:
     return refuse
 
 
-@lru_cache
-def _methods(class_: type) -> dict[str, object]:
-    """The public methods that a class and its bases define, without those of torch's and Python's own."""
-    found: dict[str, object] = {}
+def _definitions(class_: type) -> dict[str, tuple[type, object]]:
+    """For each name of a class, the base that it comes from, and what it is there."""
+    found: dict[str, tuple[type, object]] = {}
     for base in class_.__mro__:
-        if base is object or base.__module__.split(".")[0] == "torch":
-            continue
         for name, value in vars(base).items():
-            is_method = inspect.isfunction(value) or isinstance(value, staticmethod | classmethod)
-            if not name.startswith("_") and is_method:
-                found.setdefault(name, value)
-    return dict(sorted(found.items()))
+            found.setdefault(name, (base, value))
+    return found
 
 
-def method_names(class_: type) -> list[str]:
-    return list(_methods(class_))
+def _is_method(value: object) -> bool:
+    """Whether it is a function written in Python, be it wrapped."""
+    if isinstance(value, staticmethod | classmethod):
+        return True
+    return callable(value) and not inspect.isclass(value) and inspect.isfunction(inspect.unwrap(value))
 
 
-def _describe_methods(class_: type) -> list[describe_pb2.Function]:
-    return [_describe_method(name, value) for name, value in _methods(class_).items()]
+def _package(class_: type) -> str:
+    return class_.__module__.partition(".")[0]
 
 
 def _describe_method(name: str, method: Any) -> describe_pb2.Function:
     function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
-    signature = inspect.signature(function)
-    if not isinstance(method, staticmethod):
+    signature = _signature(function)
+    if signature is not None and not isinstance(method, staticmethod):
         signature = signature.replace(parameters=list(signature.parameters.values())[1:])
     described = _describe_callable(name, function, signature)
     described.kind = describe_pb2.Function.KIND_FUNCTION

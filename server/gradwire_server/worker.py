@@ -125,7 +125,11 @@ class Worker:
             self._node.pool,
             QueueLimits(threads, threads_per_client, max_queued_calls, max_queued_calls_per_client),
         )
-        self._objects = Objects(self._node.identity.node, lambda: self._node.participant.new_id().number)
+        self._objects = Objects(
+            self._node.identity.node,
+            lambda: self._node.participant.new_id().number,
+            self._registry.method_names,
+        )
         for instance_name, instance in self._registry.instances.items():
             self._objects.keep(instance, owner=None, name=instance_name, permanent=True)
         add_training(self._registry, self._objects)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -293,14 +295,35 @@ class Nothing(nn.Module):
         return x * 2
 
 
+@gws.expose
 class Mixin:
     def mixed_in(self) -> str:
         return "mixed in"
 
+    def half(self) -> str:
+        return "behind torch's own"
+
+
+class Hidden:
+    """Not exposed itself."""
+
+    def hidden(self) -> str:
+        return "hidden"
+
+    def shown(self) -> str:
+        return "hidden"
+
 
 @gws.expose
-class Mixed(nn.Linear, Mixin):
-    """Its second base comes after torch's own in the order of bases."""
+class Mixed(nn.Linear, Mixin, Hidden):
+    """Its other bases come after torch's own in the order of bases."""
+
+    def shown(self) -> str:
+        return super().shown()
+
+    @functools.lru_cache  # noqa: B019
+    def wrapped(self) -> str:
+        return "wrapped"
 
 
 @gws.expose
@@ -374,6 +397,11 @@ def call_it(value: Any, x: torch.Tensor) -> torch.Tensor:
 @gws.expose
 def echo(value: object) -> object:
     return value
+
+
+@gws.expose
+def numbers(count: int) -> Any:
+    return numpy.arange(count)
 
 
 @gws.expose

@@ -78,6 +78,40 @@ class TestCalling:
     def test_methods_of_a_base_behind_torchs_are_there(self, a: Served) -> None:
         assert a.handle.create("Mixed", 2, 2).mixed_in() == "mixed in"
 
+    def test_methods_of_a_base_that_is_not_exposed_are_not(self, a: Served) -> None:
+        mixed = a.handle.create("Mixed", 2, 2)
+        assert mixed.shown() == "hidden"  # what an exposed class does with them is its own affair
+        assert mixed.wrapped() == "wrapped"
+        with pytest.raises(gw.UnknownFunction, match="Hidden, which defines it, is not exposed"):
+            mixed.ref.call("hidden")
+        assert mixed.ref._message.methods == ["mixed_in", "shown", "wrapped"]
+        listed = {function.name: function for function in a.handle.functions()}["Mixed"].methods
+        assert list(listed) == ["mixed_in", "shown", "wrapped"]
+
+    def test_torchs_own_methods_are_not_for_others_to_call(self, a: Served) -> None:
+        """`to_empty` and then `state_dict` would bring memory that was another client's."""
+        layer, mixed = a.handle.create("Layer", 4), a.handle.create("Mixed", 2, 2)
+        for name in dir(nn.Module):
+            for ref in (layer.ref, mixed.ref):
+                # Layer has a forward of its own, and both can be called.
+                if name != "__call__" and not (name == "forward" and ref is layer.ref):
+                    with pytest.raises(gw.UnknownFunction):
+                        ref.call(name, "cpu")
+                    assert name not in ref._message.methods
+        assert same(layer.state_dict(), models.Layer(4).state_dict())
+
+    def test_nor_are_those_of_what_was_left_on_a_worker(self, a: Served, tmp_path: Path) -> None:
+        tensor, array = a.handle.remote("square", torch.ones(4)), a.handle.remote("numbers", 4)
+        for ref, method, args in (
+            (tensor, "resize_", (100_000,)),
+            (tensor, "new_empty", (100_000,)),
+            (array, "tofile", (str(tmp_path / "file"),)),
+            (a.handle.remote("echo", [1]), "append", (2,)),
+        ):
+            with pytest.raises(gw.UnknownFunction):
+                ref.call(method, *args)
+        assert list(tmp_path.iterdir()) == []
+
     def test_hooks_run_on_both_ends(self, a: Served) -> None:
         blocks = a.handle.create("Blocks")
         seen = []
