@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradwire import _calls
-from gradwire.autograd import HandleId
+from gradwire.autograd import MessageId
 from gradwire.proto.v1 import value_pb2
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class RemoteRef:
         self._worker = worker
         self._message = message
         # What the destructor needs, which must not look for anything: it may run while Python shuts down.
-        self._releases = None if message.name or borrowed else worker._releases()
-        self._id = HandleId(message.node.id, message.ref)
+        self._releases = None if borrowed or not message.handle else worker._releases()
+        self._handle = MessageId(message.node.id, message.handle)
 
     @property
     def worker(self) -> RemoteWorker:
@@ -67,7 +67,7 @@ class RemoteRef:
         Only who made it can delete what has no name; anybody can delete what has one. What the worker's own
         code shares stays. Raises `PermissionDenied` otherwise.
         """
-        self._worker.call("gradwire.delete", *self._id, self._message.name)
+        self._worker.call("gradwire.delete", self._message.node.id, self._message.ref, self._message.name)
         self._releases = None
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
@@ -89,6 +89,7 @@ class RemoteRef:
     def __gradwire_ref__(self) -> value_pb2.RemoteRef:
         message = value_pb2.RemoteRef()
         message.CopyFrom(self._message)
+        message.ClearField("handle")  # whoever gets it keeps nothing alive
         message.address = message.address or self._worker.target
         if message.name:
             # A name outlives a restart of the worker, which then has another id.
@@ -102,7 +103,7 @@ class RemoteRef:
     def __del__(self) -> None:
         releases = getattr(self, "_releases", None)
         if releases is not None:
-            releases.append(self._id)
+            releases.append(self._handle)
 
 
 class RemoteMethod:

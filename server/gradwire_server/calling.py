@@ -10,7 +10,6 @@ from types import CoroutineType
 
 import numpy
 import torch
-from google.protobuf.message import Message
 from torch.utils._pytree import tree_map_only
 
 from gradwire import wire
@@ -56,10 +55,12 @@ class CallRunner:
         request: autograd_pb2.ForwardWithAutogradRequest,
         exchange: Exchange,
         context: ContextId | None,
-    ) -> tuple[wire.Encoder, autograd_pb2.ForwardWithAutogradReply, list[int]]:
-        """Runs the function; also says which objects the reply has refs to.
+        handles: list[int],
+    ) -> tuple[autograd_pb2.ForwardWithAutogradReply, Sequence[wire.Attachment]]:
+        """Runs the function. The handles of the refs in its reply are added to `handles`, also if it fails.
 
-        On return nothing refers to the arguments but what the function kept.
+        On return nothing refers to the arguments but what the function kept, and nothing to the results: once
+        they are sent, only who called decides how long they are kept.
         """
         target = self._objects.find(request.target) if request.HasField("target") else None
         served = (
@@ -78,21 +79,20 @@ class CallRunner:
         with self._objects.in_use(module):
             result, check_fresh = self._evaluate(served, target, module, request, exchange)
         if request.HasField("keep") or served.makes_objects:
-            result = self._keep(result, request, owner, recipe)
-        refs: list[int] = []
+            result = self._keep(result, request, owner, recipe, handles)
         encoder = wire.Encoder(
             types=self._registry.types,
             attach_from=wire.ATTACH_FROM if exchange.link else None,
             inline_bytes=exchange.link.inline_bytes if exchange.link else 0,
             codec=wire.find_codec(request.compression.forward),
-            ref_of=lambda value: self._ref_of(value, owner, refs),
+            ref_of=lambda value: self._ref_of(value, owner, handles),
         )
-        try:
-            encoded = encoder.value(result, "result")
-        except BaseException:
-            self._objects.release(refs)  # they will never be sent
-            raise
-        reply = autograd_pb2.ForwardWithAutogradReply(result=encoded)
+        reply = autograd_pb2.ForwardWithAutogradReply(result=encoder.value(result, "result"))
+        table, attachments = encoder.finish()
+        reply.tensors.CopyFrom(table)
+        if exchange.link is not None and encoder.saved:
+            exchange.link.count_saved(encoder.saved)
+        # Last: what is recorded is released by whoever gets the reply.
         if context is not None:
             own = request.autograd.message if request.autograd.HasField("message") else None
             autograd = self._node.participant.send_results(
@@ -104,7 +104,7 @@ class CallRunner:
             )
             if autograd is not None:
                 reply.autograd.CopyFrom(autograd)
-        return encoder, reply, refs
+        return reply, attachments
 
     def _evaluate(
         self,
@@ -167,9 +167,9 @@ class CallRunner:
 
     # -- objects that stay
 
-    def release(self, refs: Sequence[int]) -> None:
+    def release(self, handles: Sequence[int]) -> None:
         """Lets go of refs that nobody will look at."""
-        self._objects.release(refs)
+        self._objects.release(handles)
 
     def _keep(
         self,
@@ -177,15 +177,17 @@ class CallRunner:
         request: autograd_pb2.ForwardWithAutogradRequest,
         owner: int,
         recipe: Recipe | None,
+        handles: list[int],
     ) -> object:
-        held = self._objects.keep(
+        kept = self._objects.hand_out(
             value,
             owner=owner,
             name=request.keep.name,
             allow_stale=request.keep.allow_stale,
             recipe=recipe,
         )
-        return Kept(held)
+        handles.append(kept.handle)
+        return kept
 
     def _recipe(
         self, served: Served, request: autograd_pb2.ForwardWithAutogradRequest, exchange: Exchange
@@ -224,24 +226,20 @@ class CallRunner:
             args, kwargs = self._arguments(request, attachments, None, [])
             return _call(served, target, args, kwargs)
 
-    def _ref_of(self, value: object, owner: int, refs: list[int]) -> value_pb2.RemoteRef | None:
+    def _ref_of(self, value: object, owner: int, handles: list[int]) -> value_pb2.RemoteRef | None:
         """The ref of an object that is kept, or that has to be because its class is exposed."""
-        held = value.held if isinstance(value, Kept) else self._held_for(value, owner)
-        if held is None:
-            return None
-        refs.append(held.number)
-        return self._objects.ref(held, self._node.identity.node)
-
-    def _held_for(self, value: object, owner: int) -> Held | None:
+        if isinstance(value, Kept):
+            return self._objects.ref(value, self._node.identity.node)
         if is_data(value) or self._registry.is_record(value):
             return None  # it travels itself, even if somebody has a ref to it
-        held = self._objects.of(value)
-        if held is None and not self._registry.is_instance_of_served(value):
+        if self._registry.is_instance_of_served(value):
+            kept: Kept | None = self._objects.hand_out(value, owner=owner)
+        else:
+            kept = self._objects.hand_out_again(value, owner=owner)
+        if kept is None:
             return None
-        if held is None or not held.name:
-            # The asker's own from now on, too: it must not go with whoever got it first.
-            held = self._objects.keep(value, owner=owner)
-        return held
+        handles.append(kept.handle)
+        return self._objects.ref(kept, self._node.identity.node)
 
     def _resolve(self, used: list[Held], ref: value_pb2.RemoteRef) -> object:
         """The object itself if it is here, else a handle to where it is."""
@@ -264,15 +262,7 @@ def _refs_in(request: autograd_pb2.ForwardWithAutogradRequest) -> Iterator[value
     """All refs in the target and the arguments of a call."""
     if request.HasField("target"):
         yield request.target
-    waiting: list[Message] = [*request.args, *request.kwargs.values()]
-    while waiting:
-        message = waiting.pop()
-        if isinstance(message, value_pb2.RemoteRef):
-            yield message
-            continue
-        for field, value in message.ListFields():
-            if field.message_type is not None:
-                waiting.extend([value] if isinstance(value, Message) else value)
+    yield from wire.refs_in([*request.args, *request.kwargs.values()])
 
 
 def _asker(request: autograd_pb2.ForwardWithAutogradRequest, exchange: Exchange) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
+import secrets
 import threading
 import time
 import weakref
@@ -86,8 +87,8 @@ class Held:
     last_used: float = field(default_factory=time.monotonic)
     users: int = 0
     """Calls that run on it."""
-    handles: int = 0
-    """How many refs to it were sent and not yet let go of. With the last it goes, unless it has a name."""
+    handles: set[int] = field(default_factory=set)
+    """The refs to it that were sent and not yet let go of. With the last it goes. None if it has a name."""
     changes: int = 0
     """How often it was changed. Version counters do not tell where stale parameters are allowed."""
 
@@ -97,6 +98,8 @@ class Kept:
     """A result that is sent as the ref to it, whatever it is."""
 
     held: Held
+    handle: int = 0
+    """The ref that it is sent as, to be let go of. 0 if the object has a name."""
 
 
 class Objects:
@@ -113,6 +116,7 @@ class Objects:
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
         self._names: dict[str, Held] = {}
+        self._handles: dict[int, Held] = {}
         self._by_identity: dict[int, list[Held]] = {}
         self._locks: MutableMapping[torch.Tensor, ParameterLock] = WeakTensorKeyDictionary()
         self.access = Access()
@@ -138,33 +142,80 @@ class Objects:
     ) -> Held:
         """Keeps an object. With a name it is everybody's; raises AlreadyExists if the name is taken."""
         with self._lock:
-            if name and name in self._names:
-                raise AlreadyExists(f"an object named {name!r} is there already")
-            same = [] if is_data(value) else self._by_identity.get(id(value), [])
-            for known in same:
-                if not name and (known.name or known.owner == owner):
-                    return known
-            held = Held(
-                self._new_number(),
-                value,
-                None if name else owner,
-                name,
-                permanent,
-                allow_stale=allow_stale,
-                recipe=recipe,
-                locks=self._locks_of(value),
-                bytes=_tensor_bytes(value),
-            )
-            self._held[held.number] = held
-            if not permanent:
-                self.counts.add(held.owner, 1)
-                self.bytes.add(held.owner, held.bytes)
-            if not is_data(value):
-                # Named ones first: they are what others know it by.
-                self._by_identity[id(value)] = [held, *same] if name else [*same, held]
-            if name:
-                self._names[name] = held
-            return held
+            return self._keep(value, owner, name, permanent, allow_stale, recipe)
+
+    def hand_out(
+        self,
+        value: object,
+        *,
+        owner: int | None,
+        name: str = "",
+        allow_stale: bool = False,
+        recipe: Recipe | None = None,
+    ) -> Kept:
+        """Keeps an object for a ref that will be sent, until whoever gets the ref lets go of it.
+
+        All in one: an object that is kept already cannot go before its new ref does.
+        """
+        with self._lock:
+            return self._hand_out(self._keep(value, owner, name, False, allow_stale, recipe))
+
+    def hand_out_again(self, value: object, *, owner: int | None) -> Kept | None:
+        """The same for an object that somebody has already; None if nobody has."""
+        with self._lock:
+            if id(value) not in self._by_identity:
+                return None
+            # The asker's own from now on, too: it must not go with whoever got it first.
+            return self._hand_out(self._keep(value, owner))
+
+    def _hand_out(self, held: Held) -> Kept:
+        """With the lock held."""
+        held.last_used = time.monotonic()
+        if held.name:
+            return Kept(held)  # it stays whoever lets go of it
+        # Not counted, as messages are: several nodes release by numbers of their own.
+        handle = secrets.randbits(63) | 1 << 63
+        held.handles.add(handle)
+        self._handles[handle] = held
+        return Kept(held, handle)
+
+    def _keep(
+        self,
+        value: object,
+        owner: int | None,
+        name: str = "",
+        permanent: bool = False,
+        allow_stale: bool = False,
+        recipe: Recipe | None = None,
+    ) -> Held:
+        """With the lock held."""
+        if name and name in self._names:
+            raise AlreadyExists(f"an object named {name!r} is there already")
+        same = [] if is_data(value) else self._by_identity.get(id(value), [])
+        for known in same:
+            if not name and (known.name or known.owner == owner):
+                return known
+        held = Held(
+            self._new_number(),
+            value,
+            None if name else owner,
+            name,
+            permanent,
+            allow_stale=allow_stale,
+            recipe=recipe,
+            locks=self._locks_of(value),
+            bytes=_tensor_bytes(value),
+        )
+        self._held[held.number] = held
+        if not permanent:
+            self.counts.add(held.owner, 1)
+            self.bytes.add(held.owner, held.bytes)
+        if not is_data(value):
+            # Named ones first: they are what others know it by.
+            self._by_identity[id(value)] = [held, *same] if name else [*same, held]
+        if name:
+            self._names[name] = held
+        return held
 
     def _locks_of(self, value: object) -> frozenset[ParameterLock]:
         if not isinstance(value, torch.nn.Module):
@@ -201,13 +252,13 @@ class Objects:
             found = self._by_identity.get(id(value))
             return found[0] if found else None
 
-    def ref(self, held: Held, node: int) -> value_pb2.RemoteRef:
+    def ref(self, kept: Kept, node: int) -> value_pb2.RemoteRef:
         """A ref to be sent by a node: whoever gets it says to that one when it lets go of it."""
-        with self._lock:
-            held.handles += 1
+        held = kept.held
         return value_pb2.RemoteRef(
             node=value_pb2.NodeId(id=node),
             ref=held.number,
+            handle=kept.handle,
             class_name=type(held.value).__name__,
             name=held.name,
             is_module=isinstance(held.value, torch.nn.Module),
@@ -284,24 +335,23 @@ class Objects:
             raise PermissionDenied(f"{held.name!r} is exposed by the worker itself and cannot be deleted")
         if not held.name and held.owner != asker:
             raise PermissionDenied(f"this {type(held.value).__name__} belongs to another client")
-        self._drop([held])
+        self._drop(lambda: [held])
 
-    def release(self, numbers: Iterable[int]) -> None:
-        """A client lets go of refs. Objects with a name stay."""
-        unused: list[Held] = []
-        with self._lock:
-            for number in numbers:
-                held = self._held.get(number)
+    def release(self, handles: Iterable[int]) -> None:
+        """A client lets go of refs. Those that it has let go of before make no difference."""
+
+        def unused() -> Iterator[Held]:
+            for handle in handles:
+                held = self._handles.pop(handle, None)
                 if held is not None:
-                    held.handles -= 1
-                    if held.handles <= 0 and not held.name:
-                        unused.append(held)
+                    held.handles.discard(handle)
+                    if not held.handles:
+                        yield held
+
         self._drop(unused)
 
     def drop_owner(self, node: int) -> None:
-        with self._lock:
-            dropped = [held for held in self._held.values() if held.owner == node]
-        self._drop(dropped)
+        self._drop(lambda: [held for held in self._held.values() if held.owner == node])
 
     def keep_lease(self, seconds: float, is_linked: Callable[[int], bool]) -> None:
         """From now on lets go of what `drop_unused` finds."""
@@ -310,33 +360,45 @@ class Objects:
     def drop_unused(self, seconds: float, is_linked: Callable[[int], bool]) -> None:
         """Lets go of objects that were not used for so long, and whose clients cannot be seen to go."""
         before = time.monotonic() - seconds
-        with self._lock:
-            unused = [
+
+        def unused() -> list[Held]:
+            return [
                 held
                 for held in self._held.values()
                 if held.owner is not None and not held.users and held.last_used < before
             ]
-        self._drop([held for held in unused if held.owner is not None and not is_linked(held.owner)])
 
-    def _drop(self, dropped: list[Held]) -> None:
         with self._lock:
-            for held in dropped:
-                if self._held.pop(held.number, None) is not None and not held.permanent:
+            owners = {held.owner for held in unused()}
+        gone = {owner for owner in owners if owner is not None and not is_linked(owner)}
+        # Looked for again: some may have been used, or handed out, meanwhile.
+        self._drop(lambda: [held for held in unused() if held.owner in gone])
+
+    def _drop(self, find: Callable[[], Iterable[Held]]) -> None:
+        """Lets go of objects. What is found is gone when the lock is: nobody can be handed it any more."""
+        with self._lock:
+            unused = []
+            for held in [held for held in find() if self._held.pop(held.number, None) is not None]:
+                if not held.permanent:
                     self.counts.add(held.owner, -1)
                     self.bytes.add(held.owner, -held.bytes)
+                for handle in held.handles:
+                    self._handles.pop(handle, None)
                 others = [one for one in self._by_identity.pop(id(held.value), []) if one is not held]
                 if others:
                     self._by_identity[id(held.value)] = others
+                else:
+                    unused.append(held.value)
                 if self._names.get(held.name) is held:
                     del self._names[held.name]
-        for held in dropped:
-            close = getattr(held.value, "gradwire_close", None)
+        for value in unused:
+            close = getattr(value, "gradwire_close", None)
             if callable(close):
                 try:
                     close()
                 except Exception:
                     # The others that go with it must go, too.
-                    log.exception("closing a %s failed", type(held.value).__name__)
+                    log.exception("closing a %s failed", type(value).__name__)
 
 
 @contextmanager

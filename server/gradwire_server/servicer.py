@@ -13,7 +13,7 @@ import torch
 from gradwire import __version__, wire
 from gradwire._node import Node
 from gradwire._scope import current_scope, entered
-from gradwire.autograd import ContextId, applied_modes, message_ids, message_protos, nbytes
+from gradwire.autograd import ContextId, applied_modes, message_ids, nbytes
 from gradwire.errors import MalformedMessage, Unavailable
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.transport import Exchange, Handler, faults
@@ -77,22 +77,17 @@ class Servicer:
             participant.store.release(message_ids(request.released))
         context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
         scope = current_scope().in_context(context)
-        with entered(scope), applied_modes(request.modes), participant.store.in_use(context):
-            encoder, reply, refs = self._runner.run(request, exchange, context)
-            table, attachments = encoder.finish()
-        reply.tensors.CopyFrom(table)
-        saved = encoder.saved
-        del encoder  # it has the results: once they are sent, only who called decides how long they are kept
-        if exchange.link is not None:
-            if saved:
-                exchange.link.count_saved(saved)
-            released = participant.releases_to(exchange.link).take()
-            if released:
-                reply.released.extend(message_protos(released))
-        exchange.reply(reply.SerializeToString(), attachments)
-        participant.undo_if_unread(reply, exchange)
-        if refs:
-            exchange.when_cancelled(lambda: self._runner.release(refs))
+        handles: list[int] = []
+        is_sent = False
+        try:
+            with entered(scope), applied_modes(request.modes), participant.store.in_use(context):
+                reply, attachments = self._runner.run(request, exchange, context, handles)
+            is_sent = participant.reply(exchange, reply, attachments)
+        finally:
+            if handles and not is_sent:
+                self._runner.release(handles)
+        if handles:
+            exchange.when_cancelled(lambda: self._runner.release(handles))
 
     def _describe(self, exchange: Exchange) -> None:
         wire.parse(describe_pb2.DescribeRequest, exchange.request.body)

@@ -69,19 +69,21 @@ class UnaryExchange(Exchange):
         if not context.add_callback(self._on_rpc_end):
             self._on_rpc_end()
 
-    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
+    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
         if attachments:
             raise AssertionError("a unary reply carries its tensors inline")
-        self._answer(body)
+        return self._answer(body)
 
     def fail(self, error: link_pb2.Error) -> None:
         self._answer(error)
 
-    def _answer(self, outcome: bytes | link_pb2.Error) -> None:
+    def _answer(self, outcome: bytes | link_pb2.Error) -> bool:
         with self._lock:
-            if self._outcome is None:
+            is_first = self._outcome is None
+            if is_first:
                 self._outcome = outcome
         self._done.set()
+        return is_first
 
     def wait(self) -> bytes | link_pb2.Error | None:
         """The answer; None if the asker went away first."""

@@ -405,6 +405,11 @@ def numbers(count: int) -> Any:
 
 
 @gws.expose
+def layer_with(more: object = None, size: int = 0) -> object:
+    return [Layer(), Layer(), more, bytes(size)]
+
+
+@gws.expose
 def nothing() -> None:
     return None
 

@@ -6,8 +6,12 @@ import gc
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import wait as futures_wait
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +109,89 @@ class TestLettingGo:
         del again
         assert wait_until(lambda: a.objects == 0)
 
+    def test_letting_go_of_one_twice_leaves_the_others(self, a: Served) -> None:
+        layer = a.handle.create("Layer", 4)
+        again = layer.itself()
+        for _ in range(2):
+            layer.ref.__del__()
+            a.handle.kind_of(1)  # carries the release
+        assert torch.is_tensor(again(X))
+        assert a.objects == 1
+
+    def test_a_call_that_cannot_be_sent_releases_what_it_was_to_carry(
+        self, a: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        layers = [a.handle.create("Layer", 4) for _ in range(3)]
+        assert a.objects == 3
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gw.wire.Encoder, "finish", fail)
+            del layers
+            with pytest.raises(MemoryError):
+                a.handle.kind_of(1)
+        assert wait_until(lambda: a.objects == 0)
+
+    @pytest.mark.parametrize("how", ["too large", "cannot travel", "cannot be encoded"])
+    def test_a_reply_that_cannot_be_sent_keeps_nothing(
+        self, a: Served, how: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Local:
+            pass
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        if how == "too large":
+            with pytest.raises(gw.ResourceExhausted, match="exceeds the limit"):
+                a.handle.layer_with(size=65 << 20)
+        elif how == "cannot travel":
+            monkeypatch.setattr(models, "bytes", lambda size: Local(), raising=False)
+            with pytest.raises(gw.Unencodable):
+                a.handle.layer_with()
+        else:
+            is_ours = threading.get_ident()
+            finish = gw.wire.Encoder.finish
+            monkeypatch.setattr(
+                gw.wire.Encoder,
+                "finish",
+                lambda self: finish(self) if threading.get_ident() == is_ours else fail(),
+            )
+            with pytest.raises(gw.GradwireError):
+                a.handle.layer_with()
+        assert wait_until(lambda: a.objects == 0)
+
+    def test_a_result_that_nobody_reads_keeps_nothing(self, a: Served) -> None:
+        futures = [a.handle.call_async("layer_with"), a.handle.call_async("Layer", 4)]
+        assert futures_wait(futures, 20).not_done == set()
+        assert a.objects == 3
+        del futures
+        assert wait_until(lambda: a.objects == 0)
+
+    def test_a_ref_is_never_handed_out_to_what_is_just_being_dropped(self, a: Served) -> None:
+        """The last other ref goes at each moment at which it can: when the lock of the objects is free."""
+        release = a.worker._node.participant.store.release
+        for moment in range(1, 12):
+            layer = a.handle.create("Layer", 4)
+            ids: list[Any] = []
+            layer.ref._releases = ids  # what its destructor would tell the worker
+            layer.ref.__del__()
+            layer.ref._releases = None
+            lock = _LockWithGaps(a.worker._objects._lock, moment, partial(release, ids))
+            a.worker._objects._lock = lock  # type: ignore[assignment]
+            try:
+                again = layer.itself()
+            except gw.NotFound:
+                assert moment == 1  # it went before the call found it
+            else:
+                assert torch.is_tensor(again(X)), moment
+            finally:
+                a.worker._objects._lock = lock.lock
+            del layer
+        assert lock.gaps < moment  # there are no further moments
+
     def test_results_go_with_their_refs(self, a: Served) -> None:
         refs = [a.handle.remote("square", X.clone().requires_grad_()) for _ in range(5)]
         assert a.objects == 5
@@ -157,7 +244,7 @@ input()
         try:
             with entered(Scope(node=stranger)), gw.connect(a.worker.address) as handle:
                 with pytest.raises(gw.PermissionDenied, match="another client"):
-                    handle.call("gradwire.delete", *layer.ref._id, "")
+                    handle.call("gradwire.delete", layer.ref._message.node.id, layer.ref._message.ref, "")
         finally:
             stranger.close()
         assert torch.is_tensor(layer(X))
@@ -190,6 +277,26 @@ circle = Circle(); circle.me = circle; circle.held = (layer, ref, opt)
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert wait_until(lambda: a.objects == 0)
+
+
+class _LockWithGaps:
+    """A lock. When it was let go of for the nth time, something happens before anybody goes on."""
+
+    def __init__(self, lock: Any, moment: int, act: Callable[[], object]) -> None:
+        self.lock = lock
+        self.gaps = 0
+        self._moment = moment
+        self._act = act
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.gaps += 1
+        act = self.gaps == self._moment
+        self.lock.release()
+        if act:
+            self._act()
 
 
 def _contexts(worker: gws.Worker) -> list[gw.autograd.ContextState]:

@@ -7,7 +7,7 @@ node. `regions`, `merging` and `holding` make it cheap where a worker keeps stat
 
 from gradwire.autograd.contexts import ContextState, ContextStore
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
+from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
 from gradwire.autograd.local import backward_to_leaves
 from gradwire.autograd.modes import applied as applied_modes
 from gradwire.autograd.modes import capture as capture_modes
@@ -20,7 +20,6 @@ __all__ = [
     "ContextId",
     "ContextState",
     "ContextStore",
-    "HandleId",
     "MessageId",
     "Participant",
     "Releases",

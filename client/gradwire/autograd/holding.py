@@ -129,8 +129,9 @@ class HeldExchange(Exchange):
         self.deadline = first.deadline
         self.link = first.link
 
-    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
+    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
         """The requests are answered one by one."""
+        return False
 
     def fail(self, error: link_pb2.Error) -> None:
         """The requests are answered one by one."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gradwire.proto.v1 import autograd_pb2
 
-__all__ = ["ContextId", "HandleId", "MessageId", "message_ids", "message_protos"]
+__all__ = ["ContextId", "MessageId", "message_ids", "message_protos"]
 
 _new = tuple.__new__
 """What the constructor of a named tuple calls. There are many in each message, so directly."""
@@ -67,10 +67,6 @@ class MessageId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.node:016x}:{self.number}"
-
-
-class HandleId(MessageId):
-    """A handle to an object on another node. Handles are counted there: none may be released twice."""
 
 
 def message_ids(messages: Iterable[autograd_pb2.MessageId]) -> list[MessageId]:

@@ -26,13 +26,13 @@ from gradwire.autograd.feedback import ErrorFeedback
 from gradwire.autograd.groups import Reach, group_of
 from gradwire.autograd.holding import HeldRun, add_gate
 from gradwire.autograd.hooks import WaitingHooks
-from gradwire.autograd.ids import ContextId, HandleId, MessageId, message_ids, message_protos
+from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
 from gradwire.autograd.nodes import add_recv, add_send
 from gradwire.autograd.records import Received, Releases, SentArguments, SentResults
 from gradwire.autograd.regions import Name, Reached, Regions
 from gradwire.errors import GradwireError, MalformedMessage, WorkerLost
 from gradwire.proto.v1 import autograd_pb2, link_pb2
-from gradwire.transport.base import Exchange, Link, Pending
+from gradwire.transport.base import Exchange, Link, Pending, Sendable
 from gradwire.transport.timers import call_later
 
 if TYPE_CHECKING:
@@ -125,19 +125,21 @@ class Participant:
         request.autograd.oldest_pass = self._oldest_passes.get(context.node, 0)
         sent = None
         releases = self.releases_to(link)
+        learned: Sequence[MessageId] = ()
         if torch.is_grad_enabled():
-            learned = releases.take_learned()
-            if learned:
-                request.autograd.knows.extend(message_protos(learned))
             # A node's own ambient context ends with the node, and its peers notice that by themselves.
             if context != self.ambient:
                 self.store.get(context).involved.add(link)
             sent = self.send(request.autograd, tensors, context, link)
+            learned = releases.take_learned()
+        # Last, so that nothing which was taken can get lost before the undoing is arranged.
         released = releases.take()
+        if released or learned or sent is not None:
+            self.undo_if_failed(pending, link, sent, released, learned)
+        if learned:
+            request.autograd.knows.extend(message_protos(learned))
         if released:
             request.released.extend(message_protos(released))
-        if released or sent is not None:
-            self.undo_if_failed(pending, link, sent, released)
 
     def send(
         self,
@@ -161,12 +163,18 @@ class Participant:
         return sent.id
 
     def undo_if_failed(
-        self, pending: Pending, link: Link, sent: MessageId | None, released: Sequence[MessageId]
+        self,
+        pending: Pending,
+        link: Link,
+        sent: MessageId | None,
+        released: Sequence[MessageId],
+        learned: Sequence[MessageId] = (),
     ) -> None:
         """For a request that fails: the other end may never have seen it.
 
         So it cannot say when to let go of the arguments. Should it have kept something of them before it
-        failed, a later backward through that is refused. What the request released is released again.
+        failed, a later backward through that is refused. What the request released is released again, and
+        what it said was learned is said again: both may be done twice.
         """
         # Weakly: a future keeps its callbacks, and would keep itself.
         settled = weakref.ref(pending)
@@ -178,8 +186,9 @@ class Participant:
                 if sent is not None:
                     self.store.release([sent])
                 for id in released:
-                    if not isinstance(id, HandleId):  # it may have been seen
-                        releases.append(id)
+                    releases.append(id)
+                for id in learned:
+                    releases.append_learned(id)
 
         pending.when_settled(undo)
 
@@ -363,25 +372,34 @@ class Participant:
 
     # -- letting go
 
-    def undo_if_unread(self, reply: Reply, exchange: Exchange) -> None:
-        """For a reply that was just sent: whoever cancels will not look into it.
+    def reply(self, exchange: Exchange, reply: Reply, attachments: Sequence[Sendable]) -> bool:
+        """Answers, and says along what the asker may let go of. Whether the asker gets the answer.
 
-        So it does not learn what there is to release of its own, nor which results it could release here.
+        If not, or if it cancels and so will not look into the answer, it does not learn what there is to
+        release of its own, nor which results it could release here.
         """
         link = exchange.link
-        has_results = reply.HasField("autograd")
-        if link is None or not (reply.released or has_results):
-            return
-        released = message_ids(reply.released)
-        results = [MessageId.parse(reply.autograd.message)] if has_results else []
-        releases = self.releases_to(link)
+        releases = None if link is None else self.releases_to(link)
+        released = [] if releases is None else releases.take()
+        results = [MessageId.parse(reply.autograd.message)] if reply.HasField("autograd") else []
 
         def undo() -> None:
             self.store.release(results)
-            for id in released:
-                releases.append(id)
+            if releases is not None:
+                for id in released:
+                    releases.append(id)
 
-        exchange.when_cancelled(undo)
+        is_sent = False
+        try:
+            if released:
+                reply.released.extend(message_protos(released))
+            is_sent = exchange.reply(reply.SerializeToString(), attachments)
+        finally:
+            if not is_sent:
+                undo()
+        if is_sent and link is not None and (released or results):
+            exchange.when_cancelled(undo)
+        return is_sent
 
     def releases_to(self, link: Link) -> Releases:
         """What the node at the other end of a link may let go of."""
@@ -433,6 +451,9 @@ class Participant:
         self.store.release(message_ids(reply.released))
         if reply.HasField("autograd"):
             releases.append(MessageId.parse(reply.autograd.message))
+        for ref in wire.refs_in([reply]):
+            if ref.handle:
+                releases.append(MessageId(ref.node.id, ref.handle))
 
     def end_context(self, id: ContextId) -> bool:
         """Lets go of a context here and wherever this node took it. Whether there was anything."""

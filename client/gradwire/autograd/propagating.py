@@ -142,15 +142,12 @@ def propagate(
     link = participant.link_to(batch.like)
     run = task.run
     releases = participant.releases_to(link)
-    released = releases.take()
     request = autograd_pb2.PropagateGradientsRequest(
         retain_graph=task.retain_graph or not all(received.is_spent for received, _ in batch.items),
         create_graph=task.create_graph,
         skip_leaves=not task.collect_leaves,
         detect_anomaly=anomaly_is_wanted(),
     )
-    if released:
-        request.released.extend(message_protos(released))
     batch.like.context.write(request.context)
     task.pass_id(participant).write(getattr(request, "pass"))
     if run is not None and run.collect_into is not None:
@@ -177,6 +174,10 @@ def propagate(
     pending.unread = releases.unread(autograd_pb2.PropagateGradientsReply)
     # The flag tells the other end to let go after this, if it comes to that.
     lets_go = [] if request.retain_graph else [item for item, _ in batch.items if not item.are_arguments]
+    # Last, so that nothing which was taken can get lost before the undoing is arranged.
+    released = releases.take()
+    if released:
+        request.released.extend(message_protos(released))
     undone = [*released, *(received.source for received in lets_go)]
     if undone or sent is not None:
         participant.undo_if_failed(pending, link, sent, undone)

@@ -13,7 +13,7 @@ from gradwire._scope import current_scope, entered
 from gradwire.autograd.feedback import GradientCodecs
 from gradwire.autograd.holding import HeldExchange, HeldRun, chain_turns
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
+from gradwire.autograd.ids import ContextId, MessageId, message_ids
 from gradwire.autograd.local import Root, backward_into_grad, backward_to_leaves
 from gradwire.autograd.modes import detecting_anomaly
 from gradwire.autograd.participant import Participant
@@ -96,14 +96,9 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     saved = decoder.saved + encoder.saved
     reply.tensors.CopyFrom(table)
     del encoder, decoder, run
-    if link is not None:
-        if saved:
-            link.count_saved(saved)
-        released = participant.releases_to(link).take()
-        if released:
-            reply.released.extend(message_protos(released))
-    exchange.reply(reply.SerializeToString(), attachments)
-    participant.undo_if_unread(reply, exchange)
+    if link is not None and saved:
+        link.count_saved(saved)
+    participant.reply(exchange, reply, attachments)
 
 
 def _find(participant: Participant, id: MessageId) -> Sent:

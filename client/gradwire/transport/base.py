@@ -332,15 +332,16 @@ class Exchange(ABC):
         """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
 
     @abstractmethod
-    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
-        """Answers. Later answers to the same question are ignored."""
+    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
+        """Answers. Whether the asker gets this answer: not if it is too large, nobody waits for it any more,
+        or there was another before."""
 
     @abstractmethod
     def fail(self, error: link_pb2.Error) -> None:
         """Answers with an error."""
 
 
-Handler = Callable[[Exchange], None]
+Handler = Callable[[Exchange], object]
 """Takes a question, on the thread that reads the link: it must hand over what takes time."""
 
 

@@ -103,22 +103,24 @@ class Served(Exchange):
     def begin(self) -> None:
         self._conversation.allowance.give_back(self.id)
 
-    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> None:
+    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
         try:
             self._conversation._check_size(body, attachments)
         except ResourceExhausted as error:
             self.fail(faults.describe(error, self._conversation.local.name))
-        else:
-            self._answer(body, attachments)
+            return False
+        return self._answer(body, attachments)
 
     def fail(self, error: link_pb2.Error) -> None:
         self._answer(error, ())
 
-    def _answer(self, outcome: bytes | link_pb2.Error, attachments: Sequence[Sendable]) -> None:
+    def _answer(self, outcome: bytes | link_pb2.Error, attachments: Sequence[Sendable]) -> bool:
         with self._conversation._lock:
+            is_sent = self.answer is None
             if self.answer is None:
                 if self._cancelled and attachments:
                     # Nobody waits for it, so nobody has to carry it.
+                    is_sent = False
                     error = Cancelled("the call was cancelled")
                     outcome, attachments = faults.describe(error, self._conversation.local.name), ()
                 self.answer = (outcome, attachments)
@@ -127,3 +129,4 @@ class Served(Exchange):
                 self._when_cancelled.clear()
                 self._conversation._send_answer(self)
         self._conversation._flush_answer()
+        return is_sent

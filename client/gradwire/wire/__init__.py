@@ -6,7 +6,7 @@ An `Encoder` turns the values of one message into protobuf and lifts their tenso
 
 from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_codec, supported_codecs
 from .limits import MAX_DEPTH, Limits
-from .messages import parse
+from .messages import parse, refs_in
 from .storages import Attachment
 from .types import TypeRegistry, default_types, register_type
 from .value_decoding import Decoder
@@ -27,6 +27,7 @@ __all__ = [
     "default_types",
     "find_codec",
     "parse",
+    "refs_in",
     "register_type",
     "require_codec",
     "supported_codecs",
