@@ -379,7 +379,7 @@ class Conversation(Link):
             streams.is_amid = index + 1 < len(received)
             kind = frame.WhichOneof("kind")
             if kind == "request":
-                self._on_request(streams, frame.request)
+                self._on_request(streams, frames.question(frame.request))
             elif kind == "reply":
                 self._on_reply(streams, frame.reply)
             elif kind == "chunk":
@@ -410,12 +410,12 @@ class Conversation(Link):
         """The last attachment of a message has come, if it has."""
         if whole is None:
             return
-        if isinstance(whole[0], link_pb2.Request):
+        if isinstance(whole[0], frames.Question):
             self._handle(self._accept(streams, whole))
         else:
             self._settle(streams, whole)
 
-    def _on_request(self, streams: Streams, request: link_pb2.Request) -> None:
+    def _on_request(self, streams: Streams, request: frames.Question) -> None:
         key = (False, request.id)
         # Whether it is served is decided when it comes, not when its last attachment does: the
         # acknowledgement that makes us forget it may overtake those.
@@ -431,7 +431,7 @@ class Conversation(Link):
 
     def _accept(self, streams: Streams, whole: Whole) -> Served | None:
         request, attachments = whole
-        assert isinstance(request, link_pb2.Request)
+        assert isinstance(request, frames.Question)
         with self._lock:
             if self._streams is not streams or request.id in self._served:
                 self.allowance.give_back(request.id)
@@ -471,13 +471,14 @@ class Conversation(Link):
     def _settle(self, streams: Streams, whole: Whole) -> None:
         reply, attachments = whole
         assert isinstance(reply, link_pb2.Reply)
+        body = reply.body  # once: it is copied each time
         with self._lock:
             if self._streams is not streams:
                 return
             asked = self._asked.pop(reply.id, None)
             self._withdrawn.pop(reply.id, None)
             self._to_acknowledge.append(reply.id)
-            is_large = bool(reply.transfers or counted_size(reply.body))
+            is_large = bool(reply.transfers or counted_size(body))
             acknowledges = is_large or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED
             if acknowledges:
                 streams.control.put(self._new_envelope().SerializeToString())
@@ -500,7 +501,7 @@ class Conversation(Link):
             if not self._resting.takes(asked, reply.error):
                 asked.pending.settle(faults.rebuild(reply.error))
         else:
-            asked.pending.settle(Received(reply.body, attachments or ()))
+            asked.pending.settle(Received(body, attachments or ()))
 
     def _on_cancel(self, streams: Streams, id: int) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ from gradwire.proto.v1 import link_pb2
 __all__ = [
     "LENGTH",
     "Chunk",
+    "Question",
     "cancel",
     "chunk",
     "dropped",
@@ -27,6 +28,7 @@ __all__ = [
     "parse",
     "parse_chunk",
     "placed",
+    "question",
     "returned",
     "segment",
 ]
@@ -47,6 +49,20 @@ class Chunk(NamedTuple):
     offset: int
     total: int
     data: memoryview | bytes
+
+
+class Question(NamedTuple):
+    """A Request, whose body protobuf would copy each time that it is looked at."""
+
+    id: int
+    method: int
+    body: bytes
+    transfers: Sequence[int]
+    timeout_seconds: float
+
+
+def question(message: link_pb2.Request) -> Question:
+    return Question(message.id, message.method, message.body, message.transfers[:], message.timeout_seconds)
 
 
 def _varint(number: int) -> bytes:

@@ -13,14 +13,14 @@ from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.base import Buffer, counted_size
 from gradwire.transport.buffers import new_buffer
-from gradwire.transport.frames import Chunk
+from gradwire.transport.frames import Chunk, Question
 from gradwire.transport.room import Allowance, Room
 
 __all__ = ["Inbound"]
 
 Key = tuple[bool, int]
 """A message: (is it a reply, the request's id)."""
-Message = link_pb2.Request | link_pb2.Reply
+Message = Question | link_pb2.Reply
 Whole = tuple[Message, Sequence[Buffer] | None]
 """A message with all its attachments, or None instead of them if there was no room."""
 
@@ -144,7 +144,9 @@ class Inbound:
             if self._is_cancelled(key):
                 self._forget(transfers)  # a cancellation comes behind the last chunk
                 return None
-            body = counted_size(message.body)
+            is_reply, _ = key
+            # There is room for an answer in any case. To read its body would copy it.
+            body = 0 if is_reply else counted_size(message.body)
             if body and not self._take(key, body):
                 self._forget(transfers, more_to_come=True)
                 return message, None

@@ -10,6 +10,7 @@ from gradwire.errors import Cancelled, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults
 from gradwire.transport.base import Buffer, Exchange, Pending, Received, Sendable, counted_size
+from gradwire.transport.frames import Question
 from gradwire.transport.timers import Timer
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Served(Exchange):
         self,
         conversation: Conversation,
         streams: Streams,
-        request: link_pb2.Request,
+        request: Question,
         attachments: Sequence[Buffer],
     ) -> None:
         super().__init__()

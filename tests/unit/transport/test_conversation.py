@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 from tests.conformance.ends import Memory, Node
 
 from gradwire import errors
@@ -314,3 +316,38 @@ def test_a_request_that_comes_twice_over_the_same_streams_breaks_the_protocol(pa
     with pytest.raises(errors.MalformedMessage, match="request 1 came after request 1"):
         pair.right.receive(data, pair.right_streams)
     assert pair.there.asked == [b"once"]
+
+
+class Watched:
+    """A message that counts how often its body, or that of a message in it, is looked at."""
+
+    def __init__(self, message: Any, copies: list[int]) -> None:
+        self._message = message
+        self._copies = copies
+
+    @property
+    def __class__(self) -> type:
+        return type(self._message)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._message, name)
+        if name == "body":
+            self._copies.append(len(value))
+        return Watched(value, self._copies) if isinstance(value, Message) else value
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_body_is_copied_out_of_its_message_once(
+    pair: Pair, attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """protobuf copies it each time that it is looked at, be it for its length."""
+    copies: list[int] = []
+    parse = frames.parse
+    monkeypatch.setattr(frames, "parse", lambda data: [Watched(frame, copies) for frame in parse(data)])
+    attachments = [Memory(b"x" * 25)] if attached else []
+    body = b"q" * (100 << 10)
+    asked = pair.left.ask(PING, body, attachments)
+    pair.run()  # it is answered with the same
+    assert pair.there.asked == [body]
+    assert asked.result(0).body == body
+    assert copies == [len(body), len(body)]
