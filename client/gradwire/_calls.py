@@ -197,7 +197,7 @@ def _decode_reply(
     received: Received,
 ) -> object:
     reply = wire.parse(autograd_pb2.ForwardWithAutogradReply, received.body)
-    decoder = wire.Decoder(reply.tensors, received.attachments, resolve_ref=resolve_ref)
+    decoder = wire.Decoder(reply.tensors, received.attachments, limits=link.limits, resolve_ref=resolve_ref)
     if decoder.saved:
         link.count_saved(decoder.saved)
     devices.bring_back(decoder.tensors, decoder.devices, link.peer)

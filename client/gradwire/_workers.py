@@ -307,6 +307,7 @@ def connect(
     lost_after: float = ...,
     wait_for_ready: bool = ...,
     same_host: bool = ...,
+    max_tensor_elements: int = ...,
     device_map: Mapping[Device, Device] | None = ...,
     compress: Compression | None = ...,
 ) -> RemoteWorker: ...
@@ -320,6 +321,7 @@ def connect(
     lost_after: float = ...,
     wait_for_ready: bool = ...,
     same_host: bool = ...,
+    max_tensor_elements: int = ...,
     device_map: Mapping[Device, Device] | None = ...,
     compress: Compression | None = ...,
 ) -> list[RemoteWorker]: ...
@@ -332,6 +334,7 @@ def connect(
     lost_after: float = LinkSettings.lost_after,
     wait_for_ready: bool = True,
     same_host: bool = True,
+    max_tensor_elements: int = LinkSettings.max_tensor_elements,
     device_map: Mapping[Device, Device] | None = None,
     compress: Compression | None = None,
 ) -> RemoteWorker | list[RemoteWorker]:
@@ -347,6 +350,9 @@ def connect(
     A worker on the same host is reached around the network, and large tensors cross in shared memory, where
     both are the same user's and nothing lies between them, such as a proxy. ``same_host=False`` leaves it.
 
+    `max_tensor_elements` bounds what a result may span without that its bytes come, as an expanded tensor
+    does: a larger one raises `ResourceExhausted` here. The worker has the same setting for arguments.
+
     `device_map` says for devices of this process which of the worker's devices arguments go to, e.g.
     ``{"cuda:0": "cuda:1"}``; results come back by the reverse, gradients follow their tensors. Without it
     tensors arrive on the CPU. Raises `InvalidDeviceMap` if either end lacks a device.
@@ -359,6 +365,7 @@ def connect(
         lost_after=lost_after,
         wait_for_ready=wait_for_ready,
         same_host=same_host,
+        max_tensor_elements=max_tensor_elements,
     )
     devices = NO_MAP if device_map is None else DeviceMap(device_map)
     node = current_node()

@@ -247,6 +247,17 @@ def serve(
         int,
         _size_option("max-message-bytes", "The largest request to accept, as in 64MB or 1GiB.", 1 << 40),
     ] = 1 << 40,
+    max_tensor_elements: Annotated[
+        int,
+        _option(
+            "max-tensor-elements",
+            "Elements that a tensor may span without that their bytes came, as expanded, sparse and meta "
+            f"tensors do.  [default: {1 << 28:_}]",
+            config.positive_integer,
+            "INTEGER",
+            show_default=False,
+        ),
+    ] = 1 << 28,
     max_bytes_in_flight: Annotated[
         int,
         _size_option(
@@ -398,6 +409,7 @@ def serve(
             max_queued_calls=max_queued_calls,
             max_queued_calls_per_client=max_queued_calls_per_client,
             max_message_bytes=max_message_bytes,
+            max_tensor_elements=max_tensor_elements,
             max_bytes_in_flight=max_bytes_in_flight,
             max_bytes_in_flight_per_client=max_bytes_in_flight_per_client,
             hold_limits=HoldLimits(

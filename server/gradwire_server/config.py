@@ -226,6 +226,7 @@ SETTINGS: Mapping[str, Callable[[object], object]] = {
     "lost-after": positive_seconds,
     "grace": seconds,
     "max-message-bytes": byte_size,
+    "max-tensor-elements": positive_integer,
     "health": _switch,
     "reflection": _switch,
     "same-host": _switch,

@@ -95,6 +95,7 @@ class Worker:
         lease: float = LinkSettings.lease,
         lost_after: float = LinkSettings.lost_after,
         max_message_bytes: int = LinkSettings.max_message_bytes,
+        max_tensor_elements: int = LinkSettings.max_tensor_elements,
         max_bytes_in_flight: int = 1 << 40,
         max_bytes_in_flight_per_client: int = LinkSettings.max_bytes_in_flight,
         hold_limits: HoldLimits = HoldLimits(),  # noqa: B008 - frozen
@@ -116,6 +117,7 @@ class Worker:
             lease=lease,
             lost_after=lost_after,
             max_message_bytes=max_message_bytes,
+            max_tensor_elements=max_tensor_elements,
             max_bytes_in_flight=min(max_bytes_in_flight_per_client, max_bytes_in_flight),
             same_host=same_host,
             max_shared_bytes=max_shared_bytes,
@@ -134,6 +136,7 @@ class Worker:
             self._objects.keep(instance, owner=None, name=instance_name, permanent=True)
         add_training(self._registry, self._objects)
         self._hold_limits = hold_limits
+        self._node.participant.limits = wire.Limits(max_tensor_elements=max_tensor_elements)
         runner = self._runner_for(self._node)
         if save_every is not None and state_dir is None:
             raise ValueError("save_every is of no use without a state_dir to save to")
@@ -233,7 +236,9 @@ class Worker:
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def _runner_for(self, node: Node) -> CallRunner:
-        return CallRunner(node, self._registry, self._objects, wire.Limits(), self._hold_limits)
+        return CallRunner(
+            node, self._registry, self._objects, self._node.participant.limits, self._hold_limits
+        )
 
     def _look_after(self, node: Node) -> None:
         """Lets go of objects that were given out in the name of a node when those who have them do."""

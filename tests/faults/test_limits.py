@@ -273,6 +273,58 @@ def test_what_a_call_waits_for_is_never_kept_back() -> None:
         assert torch.equal(x.grad, torch.full_like(x, 2))
 
 
+def times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+def expanded(size: int) -> torch.Tensor:
+    return torch.ones(1).expand(size)
+
+
+def test_what_a_tensor_spans_beyond_its_bytes() -> None:
+    with (
+        gws.Worker(times, expanded, max_tensor_elements=1000) as worker,
+        gw.connect(worker.address, max_tensor_elements=2000) as handle,
+    ):
+        one = torch.ones(1)
+        assert torch.equal(handle.times(one.expand(1000), 2.0), torch.full((1000,), 2.0))
+        assert torch.equal(handle.times(torch.ones(5000), 2.0), torch.full((5000,), 2.0))
+        for tensor in (one.expand(1001), torch.empty(1001, device="meta"), torch.zeros(1001).to_sparse()):
+            with pytest.raises(gw.ResourceExhausted, match="spans 1001 elements"):
+                handle.times(tensor, 2.0)
+        assert handle.expanded(2000).shape == (2000,)
+        with pytest.raises(gw.ResourceExhausted, match="spans 2001 elements"):
+            handle.expanded(2001)
+        # A gradient is as large as the tensor that it is for, and that of a sum is expanded.
+        x, y = torch.ones(5000, requires_grad=True), torch.ones(5000, requires_grad=True)
+        handle.times(x, 3.0).sum().backward()
+        (y * 3.0).sum().backward()
+        assert torch.equal(x.grad, y.grad)
+        # What comes back for arguments is expanded, too.
+        x.grad = None
+        handle.times(x.sum().expand(900), 3.0).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2700.0))
+
+
+def test_what_a_tensor_of_a_unary_call_spans() -> None:
+    with gws.Worker(times, max_tensor_elements=1000) as worker:
+        with grpc.insecure_channel(worker.address) as channel:
+            encoder = wire.Encoder(attach_from=None)
+            message = autograd_pb2.ForwardWithAutogradRequest(function="times")
+            message.args.append(encoder.value(torch.ones(1).expand(1001), "x"))
+            message.args.append(encoder.value(2.0, "factor"))
+            message.tensors.CopyFrom(encoder.finish()[0])
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(FORWARD)(message.SerializeToString(), timeout=30)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_few_bytes_do_not_become_gigabytes_by_default() -> None:
+    with gws.Worker(times) as worker, gw.connect(worker.address) as handle:
+        with pytest.raises(gw.ResourceExhausted, match="spans 1000000000 elements"):
+            handle.times(torch.ones(1).expand(10**9), 2.0)
+
+
 HELD = {
     "contexts": (HoldLimits(contexts_per_client=4), HoldLimits(contexts=4)),
     "objects": (HoldLimits(objects_per_client=4), HoldLimits(objects=4)),

@@ -75,6 +75,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         lost_after = 2.5
         grace = 0
         max-message-bytes = "1GiB"
+        max-tensor-elements = 1_000_000
         max-queued-calls = 100
         max-queued-calls-per-client = 10
         max-bytes-in-flight = "64MB"
@@ -109,6 +110,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "lost_after": 2.5,
         "grace": 0.0,
         "max_message_bytes": 2**30,
+        "max_tensor_elements": 10**6,
         "max_queued_calls": 100,
         "max_queued_calls_per_client": 10,
         "max_bytes_in_flight": 64 * 10**6,

@@ -65,6 +65,8 @@ class Participant:
         self.node = node
         self.ambient = ContextId(node, 0)
         """The context of what this node does outside of any other."""
+        self.limits = wire.Limits()
+        """On what comes without a link, as unary calls do."""
         self.store = ContextStore()
         self.feedback = ErrorFeedback()
         self._find_link = find_link

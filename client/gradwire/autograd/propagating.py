@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from gradwire._scope import cancel_with_caller, time_left, waiting
 from gradwire.autograd.feedback import GradientCodecs
 from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
 from gradwire.autograd.modes import anomaly_is_wanted
-from gradwire.autograd.records import Gradients, Received, SentArguments
+from gradwire.autograd.records import Gradients, Received, SentArguments, SentResults
 from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.transport.base import Link, Pending
@@ -32,6 +32,7 @@ __all__ = [
     "Propagation",
     "decode_gradients",
     "encode_gradients",
+    "gradient_limits",
     "propagate",
     "tell_pass_ended",
 ]
@@ -227,7 +228,9 @@ def _deliver(
 ) -> None:
     """Puts the contributions of a reply into the mailboxes."""
     reply = wire.parse(autograd_pb2.PropagateGradientsReply, message.body)
-    decoder = wire.Decoder(reply.tensors, message.attachments)
+    expected = (awaited.get(id) or participant.store.arguments(id) for id in _ids_of(reply.contributions))
+    limits = gradient_limits(link.limits, [sent for sent in expected if sent is not None])
+    decoder = wire.Decoder(reply.tensors, message.attachments, limits=limits)
     if decoder.saved:
         link.count_saved(decoder.saved)
     try:
@@ -291,6 +294,20 @@ def encode_gradients(
             message.slots.append(slot)
             codec = None if codecs is None else codecs.find(gradient, slot, position)
             message.tensors.append(encoder.tensor(gradient, f"gradient {slot}", codec))
+
+
+def _ids_of(messages: Iterable[autograd_pb2.Gradients]) -> list[MessageId]:
+    return [MessageId.parse(message.message) for message in messages]
+
+
+def gradient_limits(limits: wire.Limits, all_sent: Sequence[SentArguments | SentResults]) -> wire.Limits:
+    """The limits on gradients for tensors that this node sent.
+
+    They have the shapes of those tensors and are often expanded, as that of a sum is. What was not too much
+    to be sent is not too much for its gradient.
+    """
+    largest = max((shape.numel() for sent in all_sent for shape, _, _ in sent.like), default=0)
+    return replace(limits, max_tensor_elements=max(limits.max_tensor_elements, largest))
 
 
 def decode_gradients(

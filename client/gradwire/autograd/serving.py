@@ -18,7 +18,7 @@ from gradwire.autograd.local import Root, backward_into_grad, backward_to_leaves
 from gradwire.autograd.modes import detecting_anomaly
 from gradwire.autograd.participant import Participant
 from gradwire.autograd.passes import Run, find_task
-from gradwire.autograd.propagating import decode_gradients, encode_gradients
+from gradwire.autograd.propagating import decode_gradients, encode_gradients, gradient_limits
 from gradwire.autograd.records import Gradients, SentArguments, SentResults, add_gradients
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
@@ -49,7 +49,10 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
         run_waiting_hooks(participant, pass_id)
         exchange.reply(autograd_pb2.PropagateGradientsReply().SerializeToString())
         return
-    decoder = wire.Decoder(request.tensors, exchange.request.attachments)
+    messages = [request.gradients, *request.also] if request.HasField("gradients") else []
+    all_sent = [_find(participant, MessageId.parse(message.message)) for message in messages]
+    limits = gradient_limits(participant.limits if link is None else link.limits, all_sent)
+    decoder = wire.Decoder(request.tensors, exchange.request.attachments, limits=limits)
     compression = request.compression if request.HasField("compression") else None
     exchange.request = type(exchange.request)(b"")  # the gradients live in the decoder now
     run = Run(
@@ -60,8 +63,6 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
         collect_into=ContextId.parse(request.collect_into) if request.HasField("collect_into") else None,
         create_graph=request.create_graph,
     )
-    messages = [request.gradients, *request.also] if request.HasField("gradients") else []
-    all_sent = [_find(participant, MessageId.parse(message.message)) for message in messages]
     what = _describe(all_sent)
     reply = autograd_pb2.PropagateGradientsReply()
     encoder = wire.Encoder(attach_from=None) if link is None else wire.Encoder(inline_bytes=link.inline_bytes)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import link_pb2, tensor_pb2
 from gradwire.transport.callbacks import call_elsewhere
-from gradwire.wire import supported_codecs
+from gradwire.wire import Limits, supported_codecs
 
 __all__ = [
     "LARGE_BYTES",
@@ -111,6 +111,8 @@ class LinkSettings:
     """The largest message, attachments included, that this end takes."""
     max_bytes_in_flight: int = 4 << 30
     """How much of large questions may be unanswered at a time. A larger one goes alone."""
+    max_tensor_elements: int = Limits.max_tensor_elements
+    """How many elements a tensor that comes may span without that their bytes came."""
     max_body_bytes: int = 64 << 20
     """The largest message body, attachments not included, that this end takes."""
     same_host: bool = True
@@ -355,6 +357,8 @@ class Link(ABC):
     inline_bytes: int = 0
     """How much of what could go beside a message had better go within it: bytes of their own take longer,
     unless they are many."""
+    limits: Limits = Limits()
+    """On what is decoded here of messages from the other end."""
     annex: Any = None
     """What the layer above keeps for as long as the link lives."""
 

@@ -45,6 +45,7 @@ from gradwire.transport.room import Allowance, Room
 from gradwire.transport.streams import Streams
 from gradwire.transport.timers import call_later
 from gradwire.transport.window import Window
+from gradwire.wire import Limits
 
 __all__ = ["Conversation"]
 
@@ -77,6 +78,7 @@ class Conversation(Link):
         self.local = local
         self.peer = peer
         self.settings = settings
+        self.limits = Limits(max_tensor_elements=settings.max_tensor_elements)
         self.peer_max_message_bytes = settings.max_message_bytes
         self._max_frame_bytes = settings.max_frame_bytes
         self._handler = handler

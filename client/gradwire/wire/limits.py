@@ -27,6 +27,6 @@ class Limits:
     max_dims: int = 64
     """Dimensions of one tensor or array."""
 
-    max_tensor_elements: int = 2**33
-    """Elements of one tensor or array. Bounds what an expanded (stride 0) or meta tensor may pretend to be,
-    because those cost the sender no bytes. Of a sparse tensor it bounds the components, not the shape."""
+    max_tensor_elements: int = 2**28
+    """Elements that one tensor may span without that their bytes came. An expanded (stride 0), sparse or meta
+    tensor costs its sender nothing, but whoever computes with it may need memory for all that it spans."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.errors import MalformedMessage
+from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import tensor_pb2
 
 from .contents import Bytes, Encoded, adopt, check_storages, materialise
@@ -84,7 +84,8 @@ class TensorReader:
             strided = self._check_simple(message)
             if strided is None:
                 if not 0 <= message.layout <= 1:
-                    _check_sparse(message, index, messages, limits)
+                    values = _check_sparse(message, index, messages, limits)
+                    self._check_span(message.shape[:], prod(message.shape), self._room_of(values), index)
                 else:
                     strided = self._check_strided(message, index)
             checked.append(strided)
@@ -130,10 +131,8 @@ class TensorReader:
         shape = message.shape[:]
         elements = prod(shape)
         size = elements * wire_type.itemsize
-        if (
-            size != len(self._contents[storage])
-            or elements > self._limits.max_tensor_elements
-            or (shape and (min(shape) < 1 or len(shape) > self._limits.max_dims))
+        if size != len(self._contents[storage]) or (
+            shape and (min(shape) < 1 or len(shape) > self._limits.max_dims)
         ):
             return None
         return _Strided(wire_type, shape, None, 0, size, storage, None)
@@ -167,6 +166,7 @@ class TensorReader:
         if message.device == "meta":
             if quantization is not None or reach > _LARGEST >> 1 or message.offset:
                 raise MalformedMessage(f"tensor {index} is no meta tensor that could be")
+            self._check_span(shape, elements, 0, index)
             return _Strided(wire_type, shape, strides, 0, size, None, None)
         storage = message.storage
         if storage >= len(self._contents):
@@ -179,7 +179,24 @@ class TensorReader:
                 f"tensor {index} needs {reach} bytes from element {message.offset} on, "
                 f"storage {storage} has {available}"
             )
+        self._check_span(shape, elements, available // wire_type.itemsize, index)
         return _Strided(wire_type, shape, strides, message.offset, size, storage, quantization)
+
+    def _room_of(self, message: tensor_pb2.Tensor) -> int:
+        """How many elements the storage of a tensor has room for."""
+        wire_type = BY_NUMBER.get(message.dtype)
+        if wire_type is None or message.storage >= len(self._contents):
+            return 0  # which will be noticed when it is its turn
+        return len(self._contents[message.storage]) // wire_type.itemsize
+
+    def _check_span(self, shape: list[int], elements: int, came: int, index: int) -> None:
+        """`came`: how many elements the bytes that came have room for."""
+        limit = self._limits.max_tensor_elements
+        if elements > max(limit, came):
+            raise ResourceExhausted(
+                f"tensor {index} of shape {shape} spans {elements} elements, and the bytes of {came} came; "
+                f"at most {limit} may be spanned so (max_tensor_elements)"
+            )
 
     def _build_strided(self, strided: _Strided, uses: list[int] | None) -> torch.Tensor:
         """`uses`: how many tensors look at each storage. None: this is the only one."""
@@ -213,7 +230,7 @@ class TensorReader:
 
 
 def check_shape(shape: list[int], what: str, limits: Limits) -> int:
-    """The number of elements. Raises where there are too many dimensions or elements, or a negative size."""
+    """The number of elements. Raises where there are too many dimensions, or sizes that cannot be."""
     if len(shape) > limits.max_dims:
         raise MalformedMessage(f"{what} has {len(shape)} dimensions, at most {limits.max_dims} are taken")
     elements = 1
@@ -223,10 +240,6 @@ def check_shape(shape: list[int], what: str, limits: Limits) -> int:
             raise MalformedMessage(f"{what} has shape {shape}")
         elements *= size
         largest *= size or 1
-    if elements > limits.max_tensor_elements:
-        raise MalformedMessage(
-            f"{what} has {elements} elements, at most {limits.max_tensor_elements} are taken"
-        )
     # An empty tensor of shape (0, 2**62, 2**62) has strides that torch cannot count.
     if largest > _LARGEST >> 5:
         raise MalformedMessage(f"{what} has shape {shape}")
@@ -297,7 +310,8 @@ def _quantized_empty(dtype: torch.dtype, message: tensor_pb2.Quantization, shape
 
 def _check_sparse(
     message: tensor_pb2.Tensor, index: int, messages: list[tensor_pb2.Tensor], limits: Limits
-) -> None:
+) -> tensor_pb2.Tensor:
+    """The tensor of its values."""
     layout = _SPARSE_LAYOUTS.get(message.layout)
     if layout is None:
         raise MalformedMessage(f"tensor {index} has layout {message.layout}, which is not known here")
@@ -325,6 +339,7 @@ def _check_sparse(
         elements *= size or 1
     if elements > _LARGEST >> 5:
         raise MalformedMessage(f"tensor {index} has shape {list(message.shape)}")
+    return messages[message.components[-1]]
 
 
 def _build_sparse(message: tensor_pb2.Tensor, index: int, built: list[torch.Tensor | None]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.wire.support import bits, encode
 
-from gradwire.errors import MalformedMessage, TypeMismatch
+from gradwire.errors import MalformedMessage, ResourceExhausted, TypeMismatch
 from gradwire.proto.v1 import tensor_pb2, value_pb2
 from gradwire.wire import Decoder, Encoder, Limits
 
@@ -69,7 +69,6 @@ BAD_TENSORS = {
         quantization=tensor_pb2.Quantization(scales=[1], zero_points=[0], axis=1),
     ),
     "too many dimensions": strided([1] * 65),
-    "an expanded tensor with too many elements": strided([2**40], [0]),
     "a meta tensor with too many elements": strided([2**62], device="meta"),
     "a meta tensor that torch cannot count": strided([2, 2], [2**62, 2**62], device="meta"),
 }
@@ -120,10 +119,57 @@ def test_limits_bound_tensors_and_elements():
     many = table_of(*[strided([1])] * 3)
     with pytest.raises(MalformedMessage, match="3 tensors came"):
         Decoder(many, limits=Limits(max_tensors=2))
-    with pytest.raises(MalformedMessage, match="12 elements"):
-        Decoder(table_of(strided([12])), limits=Limits(max_tensor_elements=11))
     with pytest.raises(MalformedMessage, match="dimensions"):
         Decoder(table_of(strided([3, 4])), limits=Limits(max_dims=1))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        lambda size: strided([size], [0]),
+        lambda size: strided([size // 4, 4], [0, 1]),
+        lambda size: strided([size], [0], offset=11),
+        lambda size: strided([size], device="meta"),
+    ],
+    ids=["expanded", "rows", "offset", "meta"],
+)
+def test_what_a_shape_spans_without_bytes_is_bounded(tensor):
+    limits = Limits(max_tensor_elements=1000)
+    assert Decoder(table_of(tensor(1000)), limits=limits).tensors[0].numel() == 1000
+    with pytest.raises(ResourceExhausted, match=r"spans 1004 elements.*at most 1000"):
+        Decoder(table_of(tensor(1004)), limits=limits)
+
+
+def test_what_has_its_bytes_is_bounded_by_them_alone():
+    limits = Limits(max_tensor_elements=3)
+    for shape, strides in (([12], ()), ([3, 4], ()), ([3, 4], (1, 3)), ([2, 4], (0, 1)), ([12], (0,))):
+        assert Decoder(table_of(strided(shape, strides)), limits=limits).tensors[0].shape == tuple(shape)
+    with pytest.raises(ResourceExhausted, match="spans 13 elements"):
+        Decoder(table_of(strided([13], [0])), limits=limits)
+
+
+def test_what_a_sparse_tensor_spans_is_bounded():
+    limits = Limits(max_tensor_elements=1000)
+    for layout, indices in (
+        (tensor_pb2.LAYOUT_SPARSE_COO, [[[0, 9], [1, 2]]]),
+        (tensor_pb2.LAYOUT_SPARSE_CSR, [[0, 1, *[1] * 8, 2], [1, 2]]),
+    ):
+        for columns, is_taken in ((100, True), (101, False)):
+            table = sparse_table(layout, [10, columns], indices)
+            if is_taken:
+                (tensor, *_) = Decoder(table, limits=limits).tensors
+                assert tensor.shape == (10, columns)
+            else:
+                with pytest.raises(ResourceExhausted, match="spans 1010 elements"):
+                    Decoder(table, limits=limits)
+
+
+def test_a_numpy_array_spans_no_more_than_its_bytes():
+    table = tensor_pb2.TensorTable(storages=[tensor_pb2.Storage(size=8, inline=bytes(8))])
+    for shape in ([2], [2, 2], [0, 2**40], [2**40, 2**40]):
+        value = array(dtype="<f8", shape=shape)
+        with pytest.raises(MalformedMessage):
+            Decoder(table).value(value)
 
 
 def sparse_table(layout, shape, components, values=(1.0, 2.0), **others) -> tensor_pb2.TensorTable:
@@ -190,7 +236,7 @@ def test_indices_cannot_be_changed_through_another_tensor_once_they_were_checked
 
 def test_indices_that_are_more_than_their_bytes_are_refused_before_they_are_copied():
     sparse = tensor_pb2.Tensor(dtype=FLOAT32, shape=[3], layout=COO, components=[1, 2])
-    table = table_of(sparse, strided([1, 2**30], [0, 0], dtype=INT64), strided([2**30], [0]))
+    table = table_of(sparse, strided([1, 2**28], [0, 0], dtype=INT64), strided([2**28], [0]))
     with pytest.raises(MalformedMessage, match="more than their bytes"):
         Decoder(table)
 
@@ -346,5 +392,5 @@ def test_random_mutations_of_valid_messages_raise_nothing_else(samples, data):
         )
         touch(decoder.value(value_pb2.Value.FromString(bytes(mutated[0]))))
         touch(decoder.tensors)
-    except (MalformedMessage, TypeMismatch, DecodeError):
+    except (MalformedMessage, ResourceExhausted, TypeMismatch, DecodeError):
         pass
