@@ -109,6 +109,9 @@ class Ignorant:
         self._link.send(chunk(self._asked, 0, size, bytes(attachment.view[:sent])))
         return self._asked
 
+    def send(self, frame: link_pb2.Frame) -> None:
+        self._link.send(frame)
+
     def cancel(self, asked: int) -> None:
         self._link.send(link_pb2.Frame(cancel=link_pb2.Cancel(id=asked)))
 
@@ -239,6 +242,21 @@ def test_bytes_that_never_come(settings: dict[str, int]) -> None:
             return ignorant.answers(1)[0].WhichOneof("outcome") == "body"
 
         wait_for(there_is_room, "room")
+
+
+def test_sizes_that_are_only_said_take_no_memory() -> None:
+    declared, count = 2 << 20, 400
+    with serving(Gate(), lease=0.2) as worker:
+        with gw.connect(worker.address) as handle:
+            before = handle.inspect().resident_bytes
+            with Ignorant(worker.address) as ignorant:
+                for transfer in range(1, count + 1):
+                    ignorant.send(chunk(transfer, 0, declared, b"x"))
+                ignorant.ask("scaled", 1)
+                assert ignorant.answers(1)[0].WhichOneof("outcome") == "body"  # behind the chunks
+                assert handle.inspect().resident_bytes - before < declared * count / 5
+            wait_for(lambda: len(worker._hub._sessions) == 1, "the client being gone")
+            assert handle.inspect().resident_bytes - before < declared * count / 5
 
 
 @pytest.mark.parametrize("settings", IN_FLIGHT, ids=["client", "all"])

@@ -1,7 +1,9 @@
-"""Memory for large attachments that come over a socket, used again and again.
+"""Memory for attachments that come over a socket; that of large ones is used again and again.
 
 Most of the cost of large fresh memory is having its pages mapped in. So the memory of a tensor that came is
 kept for a while when the tensor is gone.
+
+Who sends says how much will come. That alone sets nothing aside: memory is taken as the bytes come.
 """
 
 from __future__ import annotations
@@ -13,16 +15,21 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from gradwire.transport.base import Buffer
 from gradwire.transport.timers import call_later
 
-__all__ = ["Buffers", "new_buffer", "view"]
+__all__ = ["Arriving", "Buffers", "new_arriving", "view"]
 
 SMALLEST_BYTES = 1 << 20
 """What is smaller the C library keeps by itself."""
+_HUGE_BYTES = 2 << 20
+"""A huge page, of which the first byte that is written takes all."""
+_FIRST_BYTES = 4096
+"""What is taken of the C library at least."""
 _TRIM_SECONDS = 1.0
 """How often it is looked whether too much is kept, or for too long."""
 
@@ -65,32 +72,34 @@ class Buffers:
 
         Raises MemoryError or ValueError if there is none.
         """
+        arriving = self.arriving(size)
+        arriving.expect(size)
+        return arriving.whole()
+
+    def arriving(self, total: int) -> Arriving:
+        """Memory for so many bytes that are still to come. Raises as `new` does."""
+        if total < SMALLEST_BYTES:
+            return Arriving(total)
         # Powers of two, so that tensors of about the same size can use the same memory. What was never
         # written to takes none.
-        room = 1 << (size - 1).bit_length()
-        if size < SMALLEST_BYTES or room > self._kept_bytes:
-            return np.empty(size, dtype=np.uint8)
-        memory = self._take(room)
-        hold, buffer = view(memory, size)
-        weakref.finalize(hold, self._give_back, memory).atexit = False
-        return buffer
+        room = 1 << (total - 1).bit_length()
+        memory = self._take_free(room)
+        if memory is not None:
+            return Arriving(total, memory, self._give_back, advised=room)
+        try:
+            memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{room} bytes") from error
+        _advise(memory, "MADV_NOHUGEPAGE", 0, room)
+        return Arriving(total, memory, self._give_back if room <= self._kept_bytes else None)
 
-    def _take(self, room: int) -> mmap.mmap:
+    def _take_free(self, room: int) -> mmap.mmap | None:
         with self._lock:
             self._take_in()
             for index in reversed(range(len(self._free))):
                 if len(self._free[index][1]) == room:
                     return self._free.pop(index)[1]
-        try:
-            memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(f"{room} bytes") from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # this system has none
-        return memory
+        return None
 
     def _give_back(self, memory: mmap.mmap) -> None:
         now = time.monotonic()
@@ -124,12 +133,74 @@ class Buffers:
             self._watch(now)
 
 
+class Arriving:
+    """Memory for bytes that come one after another. It grows with what has come, not with what was said."""
+
+    __slots__ = ("_advised", "_buffer", "_give_back", "_hold", "_memory", "total")
+
+    def __init__(
+        self,
+        total: int,
+        memory: mmap.mmap | None = None,
+        give_back: Callable[[mmap.mmap], None] | None = None,
+        *,
+        advised: int = 0,
+    ) -> None:
+        self.total = total
+        self._memory = memory
+        """Where it will all lie. None: it is small, and moves when it grows."""
+        self._give_back = give_back
+        self._advised = advised
+        """How much of it may lie in huge pages."""
+        self._hold: object = None
+        self._buffer: Buffer = np.empty(0, dtype=np.uint8)
+        if memory is not None:
+            self._hold, self._buffer = view(memory, total)
+
+    def expect(self, end: int) -> None:
+        """The bytes up to there are about to be written."""
+        if self._memory is None:
+            if end > len(self._buffer):
+                size = min(self.total, max(end, 2 * len(self._buffer), _FIRST_BYTES))
+                grown = np.empty(size, dtype=np.uint8)
+                grown[: len(self._buffer)] = self._buffer
+                self._buffer = grown
+        elif 2 * end > self._advised and 2 * end >= _HUGE_BYTES:
+            # Twice of what has come, so that it is seldom that the system is asked.
+            room = min(-(-2 * end // _HUGE_BYTES) * _HUGE_BYTES, len(self._memory))
+            if room > self._advised:
+                _advise(self._memory, "MADV_HUGEPAGE", self._advised, room - self._advised)
+                self._advised = room
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        end = offset + len(data)
+        self.expect(end)
+        self._buffer[offset:end] = np.frombuffer(data, dtype=np.uint8)
+
+    def whole(self) -> Buffer:
+        """The memory, when all of it has come. Once: from now on it is kept for later when it is unused. What
+        was given up before goes back to the system."""
+        if self._memory is not None and self._give_back is not None:
+            weakref.finalize(self._hold, self._give_back, self._memory).atexit = False
+        buffer, self._buffer, self._hold = self._buffer, np.empty(0, dtype=np.uint8), None
+        return buffer
+
+
+def _advise(memory: mmap.mmap, advice: str, start: int, length: int) -> None:
+    option = getattr(mmap, advice, None)
+    if option is not None:
+        try:
+            memory.madvise(option, start, length)
+        except OSError:
+            pass  # this system has no huge pages
+
+
 _buffers = Buffers()
 
 
-def new_buffer(size: int) -> Buffer:
+def new_arriving(total: int) -> Arriving:
     """Memory for so many bytes, of those that this process keeps for all links together."""
-    return _buffers.new(size)
+    return _buffers.arriving(total)
 
 
 def _after_fork() -> None:

@@ -7,12 +7,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.base import Buffer, counted_size
-from gradwire.transport.buffers import new_buffer
+from gradwire.transport.buffers import Arriving, new_arriving
 from gradwire.transport.frames import Chunk, Question
 from gradwire.transport.room import Allowance, Room
 
@@ -25,14 +23,23 @@ Whole = tuple[Message, Sequence[Buffer] | None]
 """A message with all its attachments, or None instead of them if there was no room."""
 
 
+_PAGE_BYTES = 4096
+
+
 @dataclass(slots=True)
 class _Transfer:
-    buffer: Buffer
+    total: int
+    arriving: Arriving | None = None
+    """What comes in pieces."""
+    buffer: Buffer | None = None
+    """When all of it is there."""
     filled: int = 0
+    nameless: int = 0
+    """What counts of it as memory for no message."""
 
     @property
     def complete(self) -> bool:
-        return self.filled == len(self.buffer)
+        return self.buffer is not None
 
 
 @dataclass(slots=True)
@@ -54,6 +61,8 @@ class Inbound:
 
     MAX_EXPECTED = 100_000
     """Things that are still to come, and to be thrown away then."""
+    MAX_BEGUN = 100_000
+    """Transfers of which something has come."""
 
     def __init__(
         self, max_bytes: int, allowance: Allowance | None = None, name_within: float | None = None
@@ -75,20 +84,26 @@ class Inbound:
         """Requests that were cancelled before they came."""
         self._unwanted: set[int] = set()
         """Transfers that nobody wants, before they have begun."""
+        self._nameless = 0
+        """Memory taken for attachments whose message has not come."""
 
     @property
     def held(self) -> int:
-        """Bytes set aside for what is still arriving."""
+        """Bytes that have come of what is still arriving."""
         with self._lock:
-            return sum(len(transfer.buffer) for transfer in self._transfers.values())
+            return sum(transfer.filled for transfer in self._transfers.values())
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Nothing more will come. What has come of something is let go of at once, whoever refers to this."""
         with self._lock:
             self._closed = True
             for is_reply, id in self._waiting:
                 if not is_reply:
                     self._allowance.give_back(id)
+            self._transfers.clear()
+            self._waiting.clear()
+            self._wanted_by.clear()
+            self._nameless = 0
             self._named.notify_all()
 
     def chunk(self, chunk: Chunk) -> Whole | None:
@@ -100,27 +115,41 @@ class Inbound:
             if transfer is None:
                 transfer = self._begin(chunk)
                 key = self._wanted_by.get(chunk.transfer)
-                if transfer is not None and key is not None and not self._take(key, len(transfer.buffer)):
+                if transfer is not None and key is not None and not self._take(key, transfer.total):
                     return self._refuse(key)
             if transfer is None or not self._await_name(chunk):
                 return None
-            total, end = len(transfer.buffer), chunk.offset + len(chunk.data)
+            total, end = transfer.total, chunk.offset + len(chunk.data)
             if chunk.offset != transfer.filled or end > total or (chunk.offset == end and total):
                 raise MalformedMessage(
                     f"transfer {chunk.transfer}: a chunk of bytes {chunk.offset} to {end} came where "
                     f"{transfer.filled} of {total} bytes had come before"
                 )
+            if transfer.arriving is None:
+                raise MalformedMessage(f"transfer {chunk.transfer} comes in a segment, and yet in chunks")
         # Copied outside the lock: the chunks of one transfer come on one stream, one after another.
-        transfer.buffer[chunk.offset : end] = np.frombuffer(chunk.data, dtype=np.uint8)
+        try:
+            transfer.arriving.write(chunk.offset, chunk.data)
+        except MemoryError as error:
+            raise _no_memory(total) from error
         with self._lock:
             transfer.filled = end
-            return self._completed(chunk.transfer) if transfer.complete else None
+            if self._transfers.get(chunk.transfer) is not transfer:
+                return None  # it was dropped meanwhile
+            if chunk.transfer not in self._wanted_by:
+                taken = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+                self._nameless += taken - transfer.nameless
+                transfer.nameless = taken
+            if end < total:
+                return None
+            transfer.buffer, transfer.arriving = transfer.arriving.whole(), None
+            return self._completed(chunk.transfer)
 
     def begin(self, id: int, total: int) -> None:
         """Takes note of an attachment that will be placed later: others may be placed before it."""
         with self._lock:
             if self._may_begin(id, total):
-                self._transfers[id] = _Transfer(np.empty(0, dtype=np.uint8), filled=-1)
+                self._transfers[id] = _Transfer(total)
 
     def place(self, id: int, buffer: Buffer) -> Whole | None:
         """Takes an attachment that comes in one piece. Returns the message that it completes, or that it has
@@ -130,7 +159,7 @@ class Inbound:
                 return None
             if id not in self._transfers and (id <= self._last_begun or not self._may_begin(id, len(buffer))):
                 return None  # nobody wants it
-            self._transfers[id] = _Transfer(buffer, len(buffer))
+            self._transfers[id] = _Transfer(len(buffer), buffer=buffer, filled=len(buffer))
             key = self._wanted_by.get(id)
             if key is not None:
                 self._grow(key, len(buffer))
@@ -161,8 +190,14 @@ class Inbound:
             self._waiting[key] = _Waiting(message, transfers, missing)
             self._wanted_by.update(dict.fromkeys(transfers, key))
             self._named.notify_all()
-            begun = (self._transfers.get(id) for id in transfers)
-            size = sum(len(transfer.buffer) for transfer in begun if transfer is not None)
+            size = 0
+            for id in transfers:
+                begun = self._transfers.get(id)
+                if begun is not None:
+                    self._nameless -= begun.nameless
+                    begun.nameless = 0
+                    if begun.arriving is not None or begun.complete:
+                        size += begun.total  # what is placed later counts then
             self._grow(key, size)
             if not self._take(key, size):
                 return self._refuse(key)
@@ -208,10 +243,9 @@ class Inbound:
         if not self._may_begin(chunk.transfer, chunk.total):
             return None
         try:
-            # Pages are only committed as they are written: a length that lies costs address space alone.
-            transfer = _Transfer(new_buffer(chunk.total))
+            transfer = _Transfer(chunk.total, new_arriving(chunk.total))
         except (MemoryError, ValueError) as error:
-            raise ResourceExhausted(f"no memory for an attachment of {chunk.total} bytes") from error
+            raise _no_memory(chunk.total) from error
         self._transfers[chunk.transfer] = transfer
         key = self._wanted_by.get(chunk.transfer)
         if key is not None:
@@ -228,6 +262,8 @@ class Inbound:
             return False
         if total > self._max_bytes:
             raise self._too_large(total)
+        if len(self._transfers) >= self.MAX_BEGUN:
+            raise ResourceExhausted(f"more than {self.MAX_BEGUN} attachments have begun to come")
         return True
 
     def _completed(self, id: int) -> Whole | None:
@@ -254,8 +290,7 @@ class Inbound:
         on another stream. False if nobody wants the piece."""
         if chunk.transfer in self._wanted_by or self._name_within is None:
             return True
-        nameless = sum(t.filled for id, t in self._transfers.items() if id not in self._wanted_by)
-        if nameless + len(chunk.data) <= self._allowance.max_bytes:
+        if self._nameless + len(chunk.data) <= max(self._allowance.max_bytes, _PAGE_BYTES):
             return True
 
         def is_known() -> bool:
@@ -291,12 +326,14 @@ class Inbound:
         del self._waiting[key]
         buffers = [self._transfers[id].buffer for id in waiting.transfers]
         self._forget(waiting.transfers)
-        return waiting.message, buffers
+        return waiting.message, [buffer for buffer in buffers if buffer is not None]
 
     def _forget(self, transfers: Sequence[int], *, more_to_come: bool = False) -> None:
         for id in transfers:
             self._wanted_by.pop(id, None)
-            self._transfers.pop(id, None)
+            dropped = self._transfers.pop(id, None)
+            if dropped is not None:
+                self._nameless -= dropped.nameless
             if more_to_come and id > self._last_begun:
                 self._unwanted = self._expect(self._unwanted, id, self._last_begun)
         self._named.notify_all()
@@ -309,3 +346,7 @@ class Inbound:
                 raise ResourceExhausted("too much was cancelled before it came")
         ids.add(id)
         return ids
+
+
+def _no_memory(size: int) -> ResourceExhausted:
+    return ResourceExhausted(f"no memory for an attachment of {size} bytes")

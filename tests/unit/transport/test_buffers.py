@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from weakref import finalize
 
@@ -108,3 +109,44 @@ def test_a_destructor_gives_back_while_another_buffer_is_taken() -> None:
         gc.collect()
     assert collected.is_set()
     assert buffers.idle_bytes == MIB
+
+
+@pytest.mark.parametrize("total", [MIB // 2, 2 * MIB, 3 * MIB, 3 << 30])
+def test_memory_is_taken_as_the_bytes_come(total: int) -> None:
+    """Whatever was said that would come. The first byte of a huge page would take 2 MiB."""
+    buffers = Buffers()
+    before = resident_bytes()
+    arriving = [buffers.arriving(total) for _ in range(200)]
+    for one in arriving:
+        one.write(0, b"x")
+    assert resident_bytes() - before < 200 * 2 * MIB / 10
+
+
+@pytest.mark.parametrize(
+    "pieces", [[1, 2, 3], [5000, 1, 90_000], [MIB] * 7, [1, 3 * MIB, 5 * MIB], [1000] * 900]
+)
+def test_what_came_in_pieces_is_whole(pieces: list[int]) -> None:
+    buffers = Buffers()
+    for _ in range(2):  # in fresh memory, and in what was used before
+        arriving = buffers.arriving(sum(pieces))
+        offset, expected = 0, b""
+        for index, size in enumerate(pieces):
+            piece = bytes([index % 251]) * size
+            arriving.write(offset, piece)
+            offset += size
+            expected += piece
+        assert arriving.whole().tobytes() == expected
+
+
+def test_what_was_given_up_is_not_kept_for_later() -> None:
+    buffers = Buffers()
+    arriving = buffers.arriving(4 * MIB)
+    arriving.write(0, bytes(3 * MIB))
+    del arriving
+    assert buffers.idle_bytes == 0
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

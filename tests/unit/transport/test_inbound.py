@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
+from gradwire.transport import buffers
 from gradwire.transport.base import LARGE_BYTES
 from gradwire.transport.frames import Chunk
 from gradwire.transport.inbound import Inbound
@@ -30,7 +31,7 @@ def test_chunks_before_and_after_their_message_complete_it(inbound: Inbound) -> 
     assert inbound.chunk(chunk(1, 0, 4, b"ab")) is None
     assert inbound.message((False, 1), [1, 2], REQUEST) is None
     assert inbound.chunk(chunk(2, 0, 1, b"x")) is None
-    assert inbound.held == 5
+    assert inbound.held == 3
     whole = inbound.chunk(chunk(1, 2, 4, b"cd"))
     assert whole is not None
     assert [buffer.tobytes() for buffer in whole[1]] == [b"abcd", b"x"]
@@ -132,6 +133,42 @@ def test_what_is_remembered_of_cancellations_is_bounded(inbound: Inbound) -> Non
     assert inbound._cancelled == set(range(11, 21))
 
 
+def test_what_has_half_come_goes_with_the_streams() -> None:
+    inbound = Inbound(1 << 30)
+    idle = buffers._buffers.idle_bytes
+    inbound.message((False, 1), [1], REQUEST)
+    for transfer in (1, 2):
+        inbound.chunk(chunk(transfer, 0, 4 << 20, bytes(3 << 20)))
+    assert inbound.held == 6 << 20
+    inbound.close()
+    assert inbound.held == 0
+    assert (inbound._transfers, inbound._waiting, inbound._wanted_by) == ({}, {}, {})
+    # Back to the system: it is not kept for later, since nothing of the kind may ever come.
+    assert buffers._buffers.idle_bytes <= idle
+
+
+def test_only_so_many_attachments_begin_at_a_time(inbound: Inbound) -> None:
+    inbound.MAX_BEGUN = 10  # type: ignore[misc]
+    for transfer in range(1, 11):
+        inbound.chunk(chunk(transfer, 0, 2, b"x"))
+    with pytest.raises(ResourceExhausted, match="more than 10 attachments"):
+        inbound.chunk(chunk(11, 0, 2, b"x"))
+
+
+def test_what_is_kept_for_no_message_is_counted_as_the_memory_that_it_takes() -> None:
+    inbound = Inbound(1 << 30, Allowance(40_960, Room()), name_within=0.01)
+    for transfer in range(1, 11):
+        inbound.chunk(chunk(transfer, 0, 2 << 20, b"x"))
+    with pytest.raises(MalformedMessage, match="belongs to no message"):
+        inbound.chunk(chunk(11, 0, 2 << 20, b"x"))
+    # What finds its message, or is not wanted, no longer counts.
+    inbound.message((False, 1), [1, 2], REQUEST)
+    inbound.skip((True, 1), [3])
+    assert inbound._nameless == 7 * 4096
+    for transfer in range(12, 15):
+        inbound.chunk(chunk(transfer, 0, 2 << 20, b"x"))
+
+
 def test_more_than_there_is_room_for_waits_for_its_message() -> None:
     inbound = Inbound(1000, Allowance(10, Room()), name_within=20.0)
     assert inbound.chunk(chunk(1, 0, 20, b"0123456789")) is None
@@ -189,7 +226,7 @@ def test_what_has_no_room_is_refused_and_the_rest_of_it_ignored() -> None:
     assert inbound.chunk(chunk(2, 0, 8, b"0123")) == (second, None)
     assert inbound.chunk(chunk(2, 4, 8, b"4567")) is None
     assert inbound.chunk(chunk(3, 0, 8, b"01234567")) is None
-    assert inbound.held == 8
+    assert inbound.held == 4
     # Answers were asked for.
     assert inbound.message((True, 1), [4], Reply(id=1)) is None
     assert inbound.chunk(chunk(4, 0, 20, b"0123")) is None
