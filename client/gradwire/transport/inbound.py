@@ -13,6 +13,7 @@ from gradwire.transport.base import Buffer, counted_size
 from gradwire.transport.buffers import Arriving, new_arriving
 from gradwire.transport.frames import Chunk, Question
 from gradwire.transport.room import Allowance, Room
+from gradwire.wire.hashing import check_dict_keys
 
 __all__ = ["Inbound"]
 
@@ -301,7 +302,8 @@ class Inbound:
         return not self._closed and chunk.transfer in self._transfers
 
     def _check_names(self, transfers: Sequence[int]) -> None:
-        if len(set(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
+        check_dict_keys(transfers)  # the other end chose them
+        if len(dict.fromkeys(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
             raise MalformedMessage("a transfer was named as an attachment twice")
         for id in transfers:
             if id in self._unwanted or (id <= self._last_begun and id not in self._transfers):

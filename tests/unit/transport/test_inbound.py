@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.unit.wire.test_hashing import keys_in_each_others_way
 
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import link_pb2
@@ -79,6 +80,11 @@ def test_attachments_that_together_are_over_the_limit_are_refused(inbound: Inbou
     inbound.chunk(chunk(1, 0, 600, b"x"))
     with pytest.raises(ResourceExhausted, match="1200 bytes exceed the limit"):
         inbound.chunk(chunk(2, 0, 600, b"x"))
+
+
+def test_transfers_that_were_chosen_to_collide_are_refused(inbound: Inbound) -> None:
+    with pytest.raises(MalformedMessage, match="in each other's way"):
+        inbound.message((False, 1), keys_in_each_others_way(4096, 2000, 600), REQUEST)
 
 
 @pytest.mark.parametrize("transfers", [[1, 1], [3, 1, 3]])
