@@ -359,6 +359,8 @@ class Link(ABC):
     unless they are many."""
     limits: Limits = Limits()
     """On what is decoded here of messages from the other end."""
+    was_waited_for: bool = False
+    """Whether it ended because the other end was out of reach for too long."""
     annex: Any = None
     """What the layer above keeps for as long as the link lives."""
 

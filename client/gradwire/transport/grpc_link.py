@@ -169,6 +169,7 @@ class GrpcLink(Conversation):
                 backoff = _FIRST_BACKOFF
             impatient = not self._welcomed and not self._tries_again
             if self._ended is None and (impatient or time.monotonic() >= give_up_at):
+                self.was_waited_for = self._welcomed
                 self.abort(self._lost(reason))
             # Full jitter: many clients of one worker must not come back all at once.
             left = max(give_up_at - time.monotonic(), 0.0)
