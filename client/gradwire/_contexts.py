@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -13,13 +13,13 @@ from typing import Self
 import torch
 
 from gradwire._node import Node, current_context_id, current_node
-from gradwire._scope import Scope, current_scope, enter, leave
+from gradwire._scope import Token, current_scope, enter, leave
 from gradwire.autograd import ContextId, Run, backward_to_leaves, run_waiting_hooks
 from gradwire.errors import StepRefused
 
 __all__ = ["Context", "context", "current_context", "is_explicit"]
 
-_entered: ContextVar[tuple[Token[Scope], ...]] = ContextVar("gradwire_entered", default=())
+_entered: ContextVar[tuple[Token, ...]] = ContextVar("gradwire_entered", default=())
 """What the blocks that this thread or task is in were before, the innermost last. Not kept by the contexts:
 several threads and tasks may be in the same one."""
 
@@ -145,7 +145,8 @@ class Context:
             state.change_gradients(tensors, change)
 
     def __enter__(self) -> Self:
-        _entered.set((*_entered.get(), enter(current_scope().in_context(self._id))))
+        scope = current_scope()
+        _entered.set((*_entered.get(), enter(scope.in_context(self._id, scope.detect_anomaly))))
         with self._lock:
             self._blocks += 1
         return self

@@ -112,7 +112,8 @@ class Node:
         """Does work in the scope of a question. Whatever it raises becomes the answer."""
         scope = Scope(self, exchange, exchange.deadline, around_wait=around_wait)
         try:
-            with computing(), entered(scope):
+            # Whatever runs a backward here enters a scope of its own, in the context that was asked for.
+            with computing(), entered(scope, carried=False):
                 exchange.begin()
                 if exchange.cancelled or exchange.deadline is not None:
                     self._check_wanted(exchange)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from gradwire._carried import CarriedVar
 from gradwire.errors import Cancelled
 
 if TYPE_CHECKING:
@@ -51,37 +51,49 @@ class Scope:
     """Entered while the code waits for another process, so that others may compute meanwhile."""
     compression: Compression | None = None
     """Of calls that are made; None for what the handle to a worker says."""
+    detect_anomaly: bool | None = None
+    """Whether who asked wants anomaly detection; None for torch's own switch, if nobody asked."""
 
-    def in_context(self, context: ContextId | None) -> Scope:
+    def in_context(self, context: ContextId | None, detect_anomaly: bool | None) -> Scope:
         """The same with another context. Written out, as every call needs it, and `replace` takes longer."""
-        return Scope(self.node, self.exchange, self.deadline, context, self.around_wait, self.compression)
+        return Scope(
+            self.node,
+            self.exchange,
+            self.deadline,
+            context,
+            self.around_wait,
+            self.compression,
+            detect_anomaly,
+        )
 
 
-_scope: ContextVar[Scope] = ContextVar("gradwire_scope", default=Scope())  # noqa: B039 - frozen
+Token = tuple[Any, Any]
+_scope: CarriedVar[Scope] = CarriedVar("scope", default=Scope())
 
 
 def current_scope() -> Scope:
     return _scope.get()
 
 
-def enter(scope: Scope) -> Token[Scope]:
+def enter(scope: Scope) -> Token:
     return _scope.set(scope)
 
 
-def leave(token: Token[Scope]) -> None:
+def leave(token: Token) -> None:
     _scope.reset(token)
 
 
 class entered:
-    """Runs a block in a scope."""
+    """Runs a block in a scope. Not `carried`: on this thread alone, for a block that runs no backward."""
 
-    __slots__ = ("_scope", "_token")
+    __slots__ = ("_carried", "_scope", "_token")
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, *, carried: bool = True) -> None:
         self._scope = scope
+        self._carried = carried
 
     def __enter__(self) -> None:
-        self._token = _scope.set(self._scope)
+        self._token = _scope.set(self._scope, carried=self._carried)
 
     def __exit__(self, *_: object) -> None:
         _scope.reset(self._token)

@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 
-from gradwire._scope import Scope, current_scope, enter, leave, waiting
+from gradwire._scope import Token as ScopeToken
+from gradwire._scope import current_scope, enter, leave, waiting
 
 __all__ = ["Access", "ParameterLock", "Reading"]
 
@@ -60,9 +61,7 @@ class Reading:
     def __enter__(self) -> Reading:
         self._access._begin(self, is_outermost=_current.get() is None)
         scope = current_scope()
-        self._scope: Token[Scope] = enter(
-            replace(scope, around_wait=partial(self._paused, scope.around_wait))
-        )
+        self._scope: ScopeToken = enter(replace(scope, around_wait=partial(self._paused, scope.around_wait)))
         self._reset = _current.set(self)
         return self
 

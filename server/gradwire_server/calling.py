@@ -213,7 +213,7 @@ class CallRunner:
         for ref in _refs_in(request):
             ref.node.id = ref.node.id or self._node.identity.node
         with ExitStack() as stack:
-            stack.enter_context(entered(Scope(self._node)))
+            stack.enter_context(entered(Scope(self._node, detect_anomaly=request.modes.detect_anomaly)))
             if request.HasField("modes"):
                 stack.enter_context(applied_modes(request.modes))
             target = self._objects.find(request.target) if request.HasField("target") else None

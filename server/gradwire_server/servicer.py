@@ -76,7 +76,7 @@ class Servicer:
         if request.released:
             participant.store.release(message_ids(request.released))
         context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
-        scope = current_scope().in_context(context)
+        scope = current_scope().in_context(context, request.modes.detect_anomaly)
         handles: list[int] = []
         is_sent = False
         try:

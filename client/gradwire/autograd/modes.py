@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from gradwire._scope import current_scope
 from gradwire.proto.v1 import autograd_pb2
 
 __all__ = ["anomaly_is_wanted", "applied", "capture", "detecting_anomaly"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
-_anomaly_wanted: ContextVar[bool | None] = ContextVar("gradwire_anomaly", default=None)
 _anomaly_lock = threading.Lock()
 _anomaly_users = 0
 _anomaly_before = False
@@ -25,21 +24,20 @@ def anomaly_is_wanted() -> bool:
 
     torch's own switch is for the whole process: on a worker another client may have turned it on.
     """
-    wanted = _anomaly_wanted.get()
+    wanted = current_scope().detect_anomaly
     return torch.is_anomaly_enabled() if wanted is None else wanted
 
 
 class detecting_anomaly:
-    """Runs a block for somebody who does or does not want anomaly detection."""
+    """Runs a block for somebody who does or does not want anomaly detection, as the scope says, too."""
 
-    __slots__ = ("_token", "_wanted")
+    __slots__ = ("_wanted",)
 
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
 
     def __enter__(self) -> None:
         global _anomaly_users, _anomaly_before
-        self._token = _anomaly_wanted.set(self._wanted)
         if self._wanted:
             # Counted: of two that overlap, the first to end must neither turn it off for the second nor
             # leave it on for ever.
@@ -56,7 +54,6 @@ class detecting_anomaly:
                 _anomaly_users -= 1
                 if not _anomaly_users:
                     torch.autograd.set_detect_anomaly(_anomaly_before)
-        _anomaly_wanted.reset(self._token)
 
 
 def capture() -> autograd_pb2.Modes | None:
@@ -92,7 +89,7 @@ class applied:
 
     def __enter__(self) -> None:
         # Set even if it is the default: an earlier function may have left this thread in another mode.
-        self._before = torch.is_grad_enabled(), _anomaly_wanted.set(False)
+        self._before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(not self._modes.no_grad)
         self._stack: ExitStack | None = None
         if self._modes.ByteSize():
@@ -113,6 +110,4 @@ class applied:
     def __exit__(self, *error: Any) -> None:
         if self._stack is not None:
             self._stack.__exit__(*error)
-        grad_enabled, token = self._before
-        _anomaly_wanted.reset(token)
-        torch._C._set_grad_enabled(grad_enabled)
+        torch._C._set_grad_enabled(self._before)

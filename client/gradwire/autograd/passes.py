@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire._carried import unstash
 from gradwire.autograd.edges import edge_of
 from gradwire.autograd.groups import awaited_by
 from gradwire.autograd.hooks import run_waiting_hooks
@@ -40,11 +41,6 @@ __all__ = [
 ]
 
 _RUN_KEY = "gradwire.run"
-_unstash: Callable[[str], None] = getattr(
-    torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None)
-)
-"""Not just None in its place, where torch can do better: what is there when a thread ends, torch lets go of
-then, which is too late for Python if the process ends, too."""
 
 
 @dataclass(slots=True)
@@ -111,7 +107,7 @@ class running:
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
-            _unstash(_RUN_KEY)
+            unstash(_RUN_KEY)
         else:
             torch._C._stash_obj_in_tls(_RUN_KEY, self._before)
 

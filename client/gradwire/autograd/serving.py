@@ -67,7 +67,7 @@ def serve_propagate(participant: Participant, exchange: Exchange) -> None:
     reply = autograd_pb2.PropagateGradientsReply()
     encoder = wire.Encoder(attach_from=None) if link is None else wire.Encoder(inline_bytes=link.inline_bytes)
     # The context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
-    scope = current_scope().in_context(context)
+    scope = current_scope().in_context(context, request.detect_anomaly)
     with entered(scope), participant.store.in_use(context), detecting_anomaly(request.detect_anomaly):
         if request.create_graph:
             with torch.enable_grad():
