@@ -103,7 +103,7 @@ SHAPES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]
 }
 
 
-@pytest.mark.parametrize("how", ["plain", "twice", "context"])
+@pytest.mark.parametrize("how", ["plain", "twice", "context", "grad", "inputs"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_through_callbacks_are_those_of_one_process(
     shape: str, how: str, back: gw.RemoteWorker
@@ -121,6 +121,15 @@ def test_gradients_through_callbacks_are_those_of_one_process(
             assert x.grad is None
             assert trainer.bias.grad is None
             expected.backward()
+        elif how in ("grad", "inputs"):
+            back.forget_gradient()
+            loss = compute(back, trainer, x).sum()
+            if how == "grad":
+                found = *torch.autograd.grad(loss, [x, trainer.bias]), None
+            else:
+                loss.backward(inputs=[x, trainer.bias])
+                found = x.grad, trainer.bias.grad, back.gradient()
+            expected.backward(inputs=[y, oracle.bias])
         else:
             back.forget_gradient()
             loss = compute(back, trainer, x).sum()

@@ -5,6 +5,7 @@ and `local` run backward, `propagating` asks other nodes for their part, `servin
 node. `regions`, `merging` and `holding` make it cheap where a worker keeps state from call to call.
 """
 
+from gradwire.autograd.borrowing import borrowed_grad
 from gradwire.autograd.contexts import ContextState, ContextStore
 from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
@@ -26,6 +27,7 @@ __all__ = [
     "Run",
     "applied_modes",
     "backward_to_leaves",
+    "borrowed_grad",
     "capture_modes",
     "message_ids",
     "message_protos",

@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 from gradwire import wire
 from gradwire._scope import current_scope
 from gradwire.autograd.aliases import share_history
+from gradwire.autograd.borrowing import borrowed_grad
 from gradwire.autograd.contexts import ContextState, ContextStore
 from gradwire.autograd.feedback import ErrorFeedback
 from gradwire.autograd.groups import Reach, group_of
@@ -88,6 +89,8 @@ class Participant:
         self._closed = False
         self.reading: Callable[[Sequence[Node]], AbstractContextManager[object]] = not_kept_apart
         """Entered around a run that reaches these leaves: others, who change them, are kept apart from it."""
+        self.stepping: Callable[[Sequence[torch.Tensor]], AbstractContextManager[object]] = borrowed_grad
+        """Entered around a step that finds its gradients in `.grad` of these leaves: others wait."""
 
     def new_id(self) -> MessageId:
         return MessageId(self.node, next(_numbers))
@@ -313,13 +316,29 @@ class Participant:
         context.write(autograd.context)
         sent.id.write(autograd.message)
         own = own_call is not None and own_call in self.live
-        if len(self.live) > own or self.store.get(context).results:
+        if context.node == self.node:
+            self._await_own_results(sent, differentiable, autograd)
+        elif len(self.live) > own or self.store.get(context).results:
             self._describe(sent, differentiable, own_call, link, autograd)
         elif own_call is not None and own:
             # There is no other, so the graph need not be walked.
             own_call.write(autograd.depends_on.add())
         self.store.keep_results(sent)
         return autograd
+
+    def _await_own_results(
+        self, sent: SentResults, tensors: Sequence[torch.Tensor], autograd: autograd_pb2.AutogradMetadata
+    ) -> None:
+        """For results of a call that came back here, within a context of this very process.
+
+        They are part of the graph of what this process will get as the answer to its own call. So they are
+        recorded like arguments that it sends, and are themselves among the messages that the answer reaches:
+        a backward here then goes through them in one graph task, and torch.autograd.grad sees their leaves.
+        """
+        mailbox = SentArguments(sent.id, sent.context, tensors, sent.peer)
+        autograd.depends_on.extend(message_protos([sent.id, *self._regions.reached_by(tensors, sent.peer)]))
+        add_send(mailbox, tensors)
+        self.store.keep_arguments(mailbox)
 
     def _describe(
         self,

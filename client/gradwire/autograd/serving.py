@@ -172,7 +172,7 @@ def _propagate(
     wanted = [
         (edge, gradient)
         for sent, gradients in items
-        if not (isinstance(sent, SentArguments) and _is_awaited(sent, gradients, run))
+        if not _is_awaited(participant.store.arguments(sent.id), gradients, run)
         for edge, gradient in zip(sent.edges, gradients, strict=True)
         if edge is not None and gradient is not None
     ]
@@ -199,11 +199,13 @@ def _backward(
         backward_to_leaves(roots, gradients, run, partial(participant.collect, run, into))
 
 
-def _is_awaited(sent: SentArguments, gradients: Gradients, run: Run) -> bool:
-    """Gradients for arguments that this node sent, from a node that it did not ask.
+def _is_awaited(sent: SentArguments | None, gradients: Gradients, run: Run) -> bool:
+    """Gradients for arguments that this node sent, from a node that it did not ask, or for its own results.
 
     If a backward of the same pass waits for them here, they are its mail. Else they start a run of their own.
     """
+    if sent is None:
+        return False
     for id in sent.awaiting_tasks():
         task = find_task(id)
         if task is not None and task.is_in_pass(run.pass_id) and sent.put(id, gradients):
