@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -107,24 +106,20 @@ class Context:
         if any(hasattr(p, "ref") for p in parameters):
             raise TypeError("this optimizer has parameters on workers: use its own step, with the context")
         state = self._node.participant.store.find(self._id)
-        with _lock_of(optimizer):
+        with self._node.participant.stepping(parameters):
             taken = {} if state is None else state.take_gradients(parameters)
             if state is None or not taken:
                 refused = StepRefused("there are no gradients for any parameter; was backward run?")
                 refused.reason = "missing"
                 raise refused
-            before = [(parameter, parameter.grad) for parameter in parameters]
             try:
-                for parameter in parameters:
-                    parameter.grad = taken.get(parameter)
+                for parameter, gradient in taken.items():
+                    parameter.grad = gradient
                 optimizer.step()
             except BaseException:
                 for parameter, gradient in taken.items():
                     state.accumulate(parameter, gradient)
                 raise
-            finally:
-                for parameter, gradient in before:
-                    parameter.grad = gradient
 
     def zero_grad(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Forgets the gradients that this process holds in the context: those of some tensors, or all."""
@@ -165,16 +160,6 @@ class Context:
 
     def __repr__(self) -> str:
         return f"<gradwire context {self._id}>"
-
-
-_locks: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Lock] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
-
-
-def _lock_of(optimizer: torch.optim.Optimizer) -> threading.Lock:
-    """Served functions run at the same time for several callers, and have one `.grad` in common."""
-    with _locks_lock:
-        return _locks.setdefault(optimizer, threading.Lock())
 
 
 def context() -> Context:

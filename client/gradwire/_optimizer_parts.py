@@ -21,6 +21,7 @@ from gradwire._refs import RemoteRef
 from gradwire._scope import current_scope, entered
 from gradwire._stepping import Rehearsal, unscaled, values_of
 from gradwire._workers import RemoteWorker
+from gradwire.autograd import borrowed_grad
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
 from gradwire.nn import RemoteParameters
 from gradwire.proto.v1 import autograd_pb2
@@ -187,14 +188,10 @@ class LocalPart:
     def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         if self.optimizer is None:
             return
-        before = [(parameter, parameter.grad) for parameter in self.parameters]
-        try:
-            for parameter, _ in before:
+        with borrowed_grad(self.parameters):
+            for parameter in self.parameters:
                 parameter.grad = gradients.get(parameter)
             self.optimizer.step()
-        finally:
-            for parameter, gradient in before:
-                parameter.grad = gradient
 
 
 class RemotePart:

@@ -101,12 +101,14 @@ class _Turn:
 class _Change:
     """One who waits to change parameters, or changes them."""
 
-    __slots__ = ("is_under_way", "locks", "since")
+    __slots__ = ("is_under_way", "locks", "since", "thread")
 
     def __init__(self, locks: Locks) -> None:
         self.locks = locks
         self.since = time.monotonic()
         self.is_under_way = False
+        self.thread = threading.get_ident()
+        """Whose readings it does not keep out: a method may step the module that it belongs to."""
 
 
 class Access:
@@ -163,10 +165,11 @@ class Access:
         # A change that has waited for too long has all who begin give way, however long that takes. Those who
         # compute then end, or are overtaken. One within another goes ahead: the change waits for the other.
         too_long_ago = time.monotonic() - _LONGEST_READING_SECONDS
+        me = threading.get_ident()
         return any(
             change.is_under_way or gives_way or (is_outermost and change.since < too_long_ago)
             for change in self._changes
-            if not change.locks.isdisjoint(reading.locks)
+            if change.thread != me and not change.locks.isdisjoint(reading.locks)
         )
 
     def _add(self, reading: Reading) -> None:

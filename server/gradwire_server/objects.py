@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire._bookkeeping import InUse, Tally
 from gradwire._scope import current_scope
-from gradwire.autograd import nbytes
+from gradwire.autograd import borrowed_grad, nbytes
 from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StaleParameters, StepRefused
 from gradwire.proto.v1 import value_pb2
 from gradwire.transport import call_later
@@ -302,6 +302,17 @@ class Objects:
         found = [held for held in map(self.of, values) if held is not None]
         with self.unchanging(values), self.being_changed(found):
             yield
+
+    @contextmanager
+    def stepping(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """For a served function that steps parameters, of which some may be those of modules here."""
+        locks = {lock for parameter in parameters if (lock := self._locks.get(parameter)) is not None}
+        with self._lock:
+            found = [held for held in self._held.values() if not held.locks.isdisjoint(locks)]
+        # `.grad` only after the turn: whoever has the turn needs it to end that.
+        with self.unchanging([held.value for held in found]), borrowed_grad(parameters):
+            with self.being_changed(found):
+                yield
 
     @contextmanager
     def being_changed(self, changed: Sequence[Held]) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 
 import gradwire
 from gradwire._stepping import HALF_MADE, MADE, NOT_MADE, UNKNOWN, Rehearsal, sum_of_powers, unscaled
+from gradwire.autograd import borrowed_grad
 from gradwire.errors import StepRefused, WrongArguments
 from gradwire_server.objects import Held, Objects
 from gradwire_server.registry import Registry
@@ -332,17 +333,15 @@ class WorkerOptimizer:
                 yield f"{prefix}.{name}", parameter
 
     def _step(self, ticket: int, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        with self._objects.being_changed(self.modules):
-            for parameter in self.parameters:
-                parameter.grad = gradients.get(parameter)
+        # In this order: a hook that has borrowed `.grad` may compute with the parameters.
+        with borrowed_grad(self.parameters), self._objects.being_changed(self.modules):
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
             try:
                 self._optimizer.step()
             except BaseException:
                 self._half_made = ticket
                 raise
-            finally:
-                for parameter in self.parameters:
-                    parameter.grad = None
         self.changes += 1
 
 

@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha import reflection as reflection_module
 from gradwire import wire
 from gradwire._node import Node, default_node, refuse_if_forked
 from gradwire._threads import DaemonThreads
+from gradwire.autograd import borrowed_grad
 from gradwire.autograd.participant import not_kept_apart
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport import LinkSettings, Room
@@ -249,6 +250,7 @@ class Worker:
         )
         store.when_owner_dropped = self._drop_owner
         node.participant.reading = self._objects.backward_through
+        node.participant.stepping = self._objects.stepping
         self._objects.nodes.add(id)
 
     def _serve_as_program(self) -> None:
@@ -275,6 +277,7 @@ class Worker:
             participant.store.when_released = lambda ids: None
             participant.store.when_owner_dropped = lambda node: None
             participant.reading = not_kept_apart
+            participant.stepping = borrowed_grad
 
     def _is_linked(self, client: int) -> bool:
         nodes = [node for node in (self._node, self._program) if node is not None]

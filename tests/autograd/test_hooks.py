@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -142,3 +144,38 @@ def test_hooks_of_a_pass_that_failed_never_run(served: tuple[Both, dict[str, Pla
     both.check(lambda call, x: call("a", "dot", x), leaf())
     assert len(seen) == 1
     assert not any(node.participant.hooks._passes for node in list(_nodes))
+
+
+def test_a_hook_and_a_step_of_another_context_have_grad_to_themselves() -> None:
+    """`.grad` is one for all contexts: a step must not take the gradient that a hook has there."""
+    in_hook, may_end = threading.Event(), threading.Event()
+
+    class Scale(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.weight.register_post_accumulate_grad_hook(self._hook)
+
+        def _hook(self, weight: torch.Tensor) -> None:
+            if weight.grad is not None and weight.grad.item() == 100:
+                in_hook.set()
+                assert may_end.wait(30)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x
+
+    with gws.Worker(Scale) as served, gw.connect(served.address) as worker, ThreadPoolExecutor(2) as pool:
+        module = worker.create("Scale")
+        optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [module], lr=1.0)
+        with gw.context() as small, gw.context() as large:
+            small.backward(module(torch.tensor([1.0])).sum())
+            backward = pool.submit(large.backward, module(torch.tensor([100.0])).sum())
+            assert in_hook.wait(30)
+            step = pool.submit(optimizer.step, small)
+            wait([step], timeout=1)  # it waits for the hook, as it should, or it is made
+            may_end.set()
+            backward.result(30)
+            step.result(30)
+            assert module.state_dict()["weight"].item() == -1
+            optimizer.step(large)
+            assert module.state_dict()["weight"].item() == -101

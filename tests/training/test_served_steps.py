@@ -11,6 +11,7 @@ from tests.training import models
 from tests.training.conftest import Launch, Served
 
 import gradwire as gw
+import gradwire_server as gws
 
 ONE = torch.ones(3, dtype=torch.float64)
 
@@ -121,3 +122,38 @@ class TestAFunctionThatStepsFromTheContext:
         optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer], lr=0.1)
         with gw.context() as context, pytest.raises(TypeError, match="its own step"):
             context.step(optimizer)
+
+
+class SteppingNet(torch.nn.Module):
+    """Steps itself from the caller's context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return result
+
+    def step(self) -> None:
+        gw.current_context().step(self.optimizer)
+
+
+def test_trainers_whose_module_steps_itself_do_not_meet_half_a_step() -> None:
+    """With stale="allow", a step in a method is kept apart from calls and backwards as any other step is."""
+
+    def train(address: str) -> int:
+        with gw.connect(address) as worker:
+            module, steps = worker.get("net"), 0
+            for _ in range(40):
+                with gw.context() as context:
+                    context.backward(module(torch.ones(4, 8)).sum())
+                    module.step()
+                    steps += 1
+            return steps
+
+    with gws.Worker(SteppingNet, threads=4) as served, gw.connect(served.address) as worker:
+        worker.create("SteppingNet", name="net", stale="allow")
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(train, [served.address] * 3)) == [40] * 3

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradwire.autograd.borrowing import borrowed_grad
 from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.propagating import Propagation, tell_pass_ended
 
@@ -97,21 +98,14 @@ def run_waiting_hooks(participant: Participant, pass_id: MessageId) -> None:
         raise
 
 
-_leaf_locks = WeakTensorKeyDictionary()
-_leaf_locks_lock = threading.Lock()
-
-
 def _run_hooks(leaf: torch.Tensor, context: ContextState) -> None:
     """Runs the hooks of a leaf. They find the context's gradient in `.grad`, and may change or clear it."""
-    with _leaf_locks_lock:
-        lock = _leaf_locks.setdefault(leaf, threading.RLock())  # type: ignore[no-untyped-call]
-    with lock:  # `.grad` is one for all contexts
-        before, leaf.grad = leaf.grad, context.take_gradient(leaf)
+    with borrowed_grad([leaf]):
+        leaf.grad = context.take_gradient(leaf)
         try:
             for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
                 with torch.no_grad():
                     hook(leaf)
         finally:
-            left, leaf.grad = leaf.grad, before
-            if left is not None:
-                context.accumulate(leaf, left)
+            if leaf.grad is not None:
+                context.accumulate(leaf, leaf.grad)
