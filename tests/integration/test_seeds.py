@@ -274,10 +274,10 @@ def test_the_users_sequences_go_on_after_another_trainer_was_in_the_way(
             refusal.reason = "busy"
         step_remote = optimizer._step_remote
 
-        def refused(*, in_turn: bool) -> None:
+        def refused(*args: Any, **options: Any) -> None:
             if refusals:
                 raise refusals.pop()
-            step_remote(in_turn=in_turn)
+            step_remote(*args, **options)
 
         monkeypatch.setattr(optimizer, "_step_remote", refused)
         optimizer.step()

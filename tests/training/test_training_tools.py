@@ -372,7 +372,7 @@ class TestToolsThatGoThroughParameters:
             lambda model: [p.grad.norm() for p in model.parameters()],
             lambda model: [p.grad.mul_(0.5) for p in model.parameters()],
             lambda model: torch._foreach_add_(list(model.parameters()), 1.0),
-            lambda model: utils.parametrizations.weight_norm(model[1], "remote"),
+            lambda model: utils.parametrizations.weight_norm(model[1], "<remote>"),
             lambda model: copy.deepcopy(model),
         ],
         ids=[
