@@ -134,6 +134,10 @@ class _Comparison:
             raise _Ended("refused: a failure behind an argument that gets no gradient")
         if self._has_modified and "modified by an inplace operation" in str(found):
             raise _Ended("refused: modified in place")
+        # A backward that is recorded adds gradients in the order in which they come, and torch cannot add a
+        # dense one to a sparse one. Those of calls come in another order than those of one process.
+        if _is_recorded(step) and "add(sparse, dense)" in str(found):
+            raise _Ended("refused: a dense gradient after a sparse one")
         instead = "nothing" if expected is None else repr(expected)
         raise _Found(f"one process raises {instead}, workers {type(found).__name__}: {_brief(found)}")
 
@@ -181,8 +185,17 @@ class _Comparison:
 
 def _is_partial(step: Step) -> bool:
     """Whether only some gradients are wanted."""
-    backwards = step.backwards if isinstance(step, AtOnce) else (step,)
-    return any(isinstance(one, Backward) and one.how in ("inputs", "grad") for one in backwards)
+    return any(one.how in ("inputs", "grad") for one in _backwards(step))
+
+
+def _is_recorded(step: Step) -> bool:
+    """Whether a backward can itself be differentiated."""
+    return any(one.create_graph for one in _backwards(step))
+
+
+def _backwards(step: Step) -> list[Backward]:
+    steps = step.backwards if isinstance(step, AtOnce) else (step,)
+    return [one for one in steps if isinstance(one, Backward)]
 
 
 def _compare(what: str, found: Any, expected: Any) -> None:

@@ -112,7 +112,7 @@ class World(ABC):
         """Where there is none, the value is of zeros."""
         self.without_gradient = [index for index, gradient in enumerate(gradients) if gradient is None]
         zeros = torch.zeros(SHAPE, dtype=torch.float64)
-        self._keep(id, tuple(zeros if gradient is None else gradient for gradient in gradients))
+        self._keep(id, tuple(zeros if gradient is None else _laid_out(gradient) for gradient in gradients))
 
     def _locally(self, step: Local) -> torch.Tensor:
         left, right = single(self._operand(step.left)), single(self._operand(step.right))
@@ -163,6 +163,11 @@ class World(ABC):
         """What gradients are asked for: a tensor may be there twice. Values that stay elsewhere are not."""
         wanted = [self._operand(operand) for operand in backward.wanted]
         return [value for value in wanted if isinstance(value, torch.Tensor)]
+
+
+def _laid_out(gradient: torch.Tensor) -> torch.Tensor:
+    """How a gradient lies in memory is not compared; but later steps may view it, and write to it."""
+    return gradient.contiguous() if gradient.layout is torch.strided else gradient
 
 
 def grad(
