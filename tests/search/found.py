@@ -54,6 +54,7 @@ FOUND: dict[str, Program] = {
         Call(1, "c", "weigh", X, Operand(0), "p", "c"),
         Backward(2, "plain", (Operand(1),), (), retain_graph=True),
     ),
+    "a pass within a call of a worker that calls itself": (Call(0, "c", "pass_inside", Y, X, "p", "c"),),
     "a leaf twice among the roots": (
         Backward(0, "context", (X, X), (), retain_graph=True, context=1, direct=True),
     ),

@@ -45,7 +45,9 @@ def backward_to_leaves(
     Recv nodes on the way propagate to other nodes; it returns when those are done, too.
     """
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
-    edges = [*(GradientEdge(node, 0) for node in leaves), RUN_MARKER]
+    # Where no leaf's gradient is asked for, it is not computed, and no hook of a leaf runs.
+    wanted = leaves if run.collect_leaves else [node for node in leaves if _variable(node) is ANCHOR]
+    edges = [*(GradientEdge(node, 0) for node in wanted), RUN_MARKER]
     marked = *roots, RUN_MARKER
     with_marker = *gradients, RUN_MARKER_GRADIENT
     try:
@@ -80,10 +82,15 @@ def backward_to_leaves(
     if not run.collect_leaves:
         return
     shared = {_memory(gradient) for gradient in gradients if gradient is not None}
-    for node, gradient in zip(leaves, found[:-1], strict=True):
-        leaf: Any = node.variable  # type: ignore[attr-defined]
+    for node, gradient in zip(wanted, found[:-1], strict=True):
+        leaf = _variable(node)
         if gradient is not None and leaf is not ANCHOR:
             collect(leaf, _unshared(gradient.detach(), shared))
+
+
+def _variable(leaf_node: Node) -> torch.Tensor:
+    variable: torch.Tensor = leaf_node.variable  # type: ignore[attr-defined]
+    return variable
 
 
 def backward_into_grad(roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], run: Run) -> None:

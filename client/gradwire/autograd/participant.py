@@ -316,7 +316,7 @@ class Participant:
         context.write(autograd.context)
         sent.id.write(autograd.message)
         own = own_call is not None and own_call in self.live
-        if context.node == self.node:
+        if context.node == self.node != asker:  # who calls itself has the graph of both ends
             self._await_own_results(sent, differentiable, autograd)
         elif len(self.live) > own or self.store.get(context).results:
             self._describe(sent, differentiable, own_call, link, autograd)
