@@ -19,6 +19,9 @@ _FEW = 32
 _STEPS_A_KEY = 64
 """How many steps a key may take on average. Multiples of large powers of two, as fractions with a common
 denominator hash to, take up to 45."""
+_STEPS_AT_ANY_RATE = 1 << 17
+"""How many steps a table may take besides, which is a matter of milliseconds. Powers of two have 61 hashes in
+all, and -1 and -2 have the same one: some keys that nobody chose need it."""
 _EQUAL_HASH_STEPS = 16
 """What it counts as to meet a key of the same hash: the two are compared, which may take long."""
 _UNSIGNED = (1 << 64) - 1
@@ -84,7 +87,7 @@ def no_hash(error: Exception) -> MalformedMessage:
 
 
 def _fill_dict(table: Table, hashes: Sequence[int]) -> None:
-    steps = _STEPS_A_KEY * len(hashes)
+    steps = _STEPS_A_KEY * len(hashes) + _STEPS_AT_ANY_RATE
     mask = len(table) - 1
     for one in hashes:
         slot = one & mask
@@ -101,7 +104,7 @@ def _fill_dict(table: Table, hashes: Sequence[int]) -> None:
 
 def _fill_set(table: Table, hashes: Sequence[int], filled: int) -> None:
     """`filled`: how many are in it then."""
-    steps = _STEPS_A_KEY * filled
+    steps = _STEPS_A_KEY * filled + _STEPS_AT_ANY_RATE
     mask = len(table) - 1
     for one in hashes:
         slot = one & mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -235,6 +236,21 @@ def test_ordinary_keys_are_taken(ordinary: str, kind: str) -> None:
                 "dict": dict.fromkeys(few, True),
             }[kind]
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [1 << index for index in range(1000)],
+        [2.0**index for index in range(-512, 512)],
+        list(itertools.product((-1, -2), repeat=6)),
+    ],
+    ids=["powers of two", "floats that are powers of two", "offsets"],
+)
+def test_keys_that_happen_to_have_few_hashes_between_them_are_taken(keys: list[Any], kind: str) -> None:
+    """Nobody chose them for it: powers of two have 61 hashes, and -1 and -2 the same one."""
+    assert len(decode(message_of(kind, keys))) == len(keys)
 
 
 @pytest.mark.parametrize("count", [33, 500, 5_000, 60_000, 120_000])
