@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -12,6 +14,7 @@ from gradwire._contexts import is_explicit
 from gradwire._node import current_context_id
 from gradwire._refs import RemoteRef
 from gradwire._workers import RemoteWorker, adopt_modules_with
+from gradwire.errors import GradwireError
 
 __all__ = ["RemoteModule"]
 
@@ -327,10 +330,17 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     if local:
         torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inverse_scale)
     # All are waited for, whatever becomes of each.
-    failures = [call.exception() for call in calls]
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    failure = next((failed for call in calls if (failed := call.exception()) is not None), None)
+    if failure is not None:
+        # Some gradients have the factor and some have not. A GradScaler that tries again finds that they are
+        # not finite, and skips the step.
+        for gradient in local:
+            gradient.mul_(math.nan)
+        for call, refs in zip(calls, remote.values(), strict=True):
+            if call.exception() is None:
+                with contextlib.suppress(GradwireError):
+                    refs[0].worker.call("gradwire.unscale", refs, math.nan)
+        raise failure
     if any(call.result() for call in calls):
         found_inf.fill_(1.0)
 

@@ -18,7 +18,9 @@ from torch.amp import GradScaler
 from torch.nn import utils
 
 import gradwire as gw
+import gradwire_server as gws
 from gradwire.optim import DistributedOptimizer
+from gradwire_server import training
 
 
 class Scaled(Trained):
@@ -50,6 +52,39 @@ class Scaled(Trained):
                     utils.clip_grad_norm_(model.parameters(), clip)
             scaler.step(optimizer)
             scaler.update()
+
+
+def test_unscaling_that_failed_on_one_worker_and_is_tried_again_skips_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was unscaled before must not be unscaled twice."""
+    unscale, calls = training.unscale, []
+
+    def fails_the_second_time(*args: Any) -> bool:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError("no memory for this")
+        return unscale(*args)
+
+    monkeypatch.setattr(training, "unscale", fails_the_second_time)
+    with gws.Worker(models.Layer) as one, gws.Worker(models.Layer) as two:
+        with gw.connect(one.address) as first, gw.connect(two.address) as second:
+            model = nn.Sequential(models.Layer(4), first.create("Layer", 4), second.create("Layer", 4))
+            optimizer = DistributedOptimizer(torch.optim.SGD, [model], lr=0.1)
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            scaler = GradScaler("cpu", init_scale=1024.0)
+            scaler.scale(model(X).sum()).backward()
+            with pytest.raises(OSError, match="no memory"):
+                scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 512.0
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            optimizer.zero_grad()
+            scaler.scale(model(X).sum()).backward()
+            scaler.step(optimizer)
+            assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class TestGradScaler:
