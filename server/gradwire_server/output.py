@@ -51,7 +51,7 @@ class BackgroundStream(io.TextIOBase):
         self._rest = ""
         self._is_writing = False
         self._dropped = 0
-        self._telling: int | None = None
+        self._telling: set[int] = set()
         """The thread that tells what was dropped."""
         self._writer: threading.Thread | None = None
         self._is_finishing = False
@@ -98,9 +98,8 @@ class BackgroundStream(io.TextIOBase):
         """Queues text, or drops it. How many lines were dropped before it, if that can be told now."""
         if not text:
             return 0
-        most = _MOST_CHARACTERS
-        if self._telling == threading.get_ident():
-            most += _MORE_FOR_NOTICES
+        is_notice = threading.get_ident() in self._telling
+        most = _MOST_CHARACTERS + (_MORE_FOR_NOTICES if is_notice else 0)
         if self._queue and self._characters + len(text) > most:
             self._dropped += _lines_in(text)
             return 0
@@ -111,17 +110,19 @@ class BackgroundStream(io.TextIOBase):
             self._writer = threading.Thread(target=self._write_all, name="gradwire-output", daemon=True)
             self._writer.start()
         self._changed.notify_all()
+        if is_notice:
+            return 0  # what was dropped meanwhile is told with the next line, not from within this one
         missing, self._dropped = self._dropped, 0
         return missing
 
     def _tell(self, missing: int) -> None:
         # Without the lock: the log has locks of its own, and others hold those when they come here.
         if missing:
-            self._telling = threading.get_ident()
+            self._telling.add(threading.get_ident())
             try:
                 self._tell_dropped(missing)
             finally:
-                self._telling = None
+                self._telling.discard(threading.get_ident())
 
     def _write_all(self) -> None:
         while True:
