@@ -39,7 +39,11 @@ _KEPT_PLACE_SECONDS = 1.0
 class ParameterLock:
     """Stands for parameters that are changed together."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "unversioned_changes")
+
+    def __init__(self) -> None:
+        self.unversioned_changes = 0
+        """How often they were changed and their version counters put back afterwards."""
 
 
 Locks = frozenset[ParameterLock]

@@ -123,7 +123,7 @@ class CallRunner:
         if reading is None:
             return _call(served, target, args, kwargs), None
         with reading:
-            check_fresh = _freshness(module, reading) if torch.is_grad_enabled() else None
+            check_fresh = _freshness(used, reading) if torch.is_grad_enabled() else None
             return _apart(_call(served, target, args, kwargs), used), check_fresh
 
     def _arguments(
@@ -274,26 +274,31 @@ def _asker(request: autograd_pb2.ForwardWithAutogradRequest, exchange: Exchange)
     return request.autograd.context.node
 
 
-def _freshness(target: Held | None, reading: Reading) -> Callable[[], None]:
-    """A check that the parameters of a module are still those of now, unless they need not be, and that none
+def _freshness(used: Sequence[Held], reading: Reading) -> Callable[[], None]:
+    """A check that the parameters of modules are still those of now, unless they need not be, and that none
     was changed while it was computed with them."""
-    module = None if target is None or target.allow_stale else target.value
-    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
-    versions = [(name, parameter, parameter._version) for name, parameter in named]
-    class_name = "parameters" if target is None else type(target.value).__name__
+    strict = [held for held in used if not held.allow_stale and isinstance(held.value, torch.nn.Module)]
+    versions = [
+        (name, parameter, parameter._version)
+        for held in strict
+        for name, parameter in held.value.named_parameters()
+    ]
+    # A module that shares parameters and allows for stale ones puts their versions back.
+    changes = [(lock, lock.unversioned_changes) for held in strict for lock in held.locks]
+    class_names = ", ".join(dict.fromkeys(type(held.value).__name__ for held in used))
 
     def check() -> None:
         if reading.is_overtaken:
             raise StaleParameters(
-                f"{class_name}: an optimizer step was made during the forward, which took too long to wait "
+                f"{class_names}: an optimizer step was made during the forward, which took too long to wait "
                 "for; run it again"
             )
         stale = [name for name, parameter, version in versions if parameter._version != version]
-        if stale:
+        if stale or any(lock.unversioned_changes != count for lock, count in changes):
             shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
             error = StaleParameters(
-                f"{class_name}: {shown} changed between the forward and this backward; run the forward "
-                'again, or make the module with stale="allow" for asynchronous training'
+                f"{class_names}: {shown or 'parameters'} changed between the forward and this backward; run "
+                'the forward again, or make the module with stale="allow" for asynchronous training'
             )
             error.parameters = tuple(stale)
             raise error

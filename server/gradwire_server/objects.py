@@ -317,16 +317,19 @@ class Objects:
     @contextmanager
     def being_changed(self, changed: Sequence[Held]) -> Iterator[None]:
         """For who has the turn to change objects: nobody computes with their parameters meanwhile."""
-        lenient = tuple(p for held in changed if held.allow_stale for p in held.value.parameters())
+        lenient = [held for held in changed if held.allow_stale]
+        parameters = tuple(parameter for held in lenient for parameter in held.value.parameters())
         with self.access.changing(frozenset(lock for held in changed for lock in held.locks)):
             # A backward of an older forward then uses the new values: that is what was asked for.
             preserve: Callable[..., Any] = _unsafe_preserve_version_counter
             try:
-                with preserve(lenient) if lenient else nullcontext():
+                with preserve(parameters) if parameters else nullcontext():
                     yield
             finally:
                 for held in changed:
                     held.changes += 1
+                for lock in {lock for held in lenient for lock in held.locks}:
+                    lock.unversioned_changes += 1
 
     def named(self) -> list[Held]:
         with self._lock:

@@ -8,6 +8,7 @@ from tests.training import models
 from tests.training.conftest import Served
 
 import gradwire as gw
+import gradwire_server as gws
 
 X = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4)
 
@@ -94,3 +95,39 @@ def test_an_error_says_which_type_it_is(a: Served) -> None:
     step(layer)
     with pytest.raises(RuntimeError):  # as torch's own check of versions does
         loss.backward()
+
+
+class Shared(torch.nn.Module):
+    """Has a module of another as its own."""
+
+    def __init__(self, other: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+def weigh_twice(layer: models.Layer, x: torch.Tensor) -> torch.Tensor:
+    return layer(layer(x))
+
+
+def test_a_module_that_shares_parameters_with_one_that_allows_it_is_watched_all_the_same() -> None:
+    with gws.Worker(models.Layer, Shared) as served, gw.connect(served.address) as worker:
+        strict = worker.create("Layer", 4)
+        lenient = worker.create("Shared", strict, stale="allow")
+        loss, other = strict(X).sum(), lenient(X).sum()
+        step(lenient)
+        other.backward()
+        with pytest.raises(gw.StaleParameters, match="Layer"):
+            loss.backward()
+
+
+def test_modules_that_are_arguments_are_watched() -> None:
+    with gws.Worker(models.Layer, weigh_twice) as served, gw.connect(served.address) as worker:
+        layer = worker.create("Layer", 4)
+        loss = worker.weigh_twice(layer, X).sum()
+        step(layer)
+        with pytest.raises(gw.StaleParameters, match="Layer: weight, bias"):
+            loss.backward()
