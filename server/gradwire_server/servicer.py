@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -41,6 +42,7 @@ class Servicer:
             link_pb2.METHOD_INSPECT: self._inspect,
         }
         self._started = time.monotonic()
+        self._answering: set[Exchange] = set()
 
     @property
     def name(self) -> str:
@@ -55,6 +57,25 @@ class Servicer:
         for method in self._methods:
             self._node.methods.pop(method, None)
 
+    def abandon(self) -> None:
+        """Cancels the calls that still run, over links that stay open."""
+        error = Unavailable(f"{self.name} is shutting down, and the call took too long", worker=self.name)
+        for exchange in list(self._answering):
+            exchange.fail(faults.describe(error, self.name))
+            exchange.cancel()
+
+    def _answer(
+        self,
+        exchange: Exchange,
+        work: Callable[[Exchange], None],
+        around_wait: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._answering.add(exchange)
+        try:
+            self._node.answer(exchange, work, around_wait)
+        finally:
+            self._answering.discard(exchange)
+
     def _when_open(self, work: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
         """Hands work to a thread of its own, unless the worker is shutting down."""
 
@@ -65,7 +86,7 @@ class Servicer:
             else:
                 client = 0 if exchange.link is None else exchange.link.peer.node
                 around_wait = partial(self._slots.yielded, client)
-                task = partial(self._node.answer, exchange, work, around_wait)
+                task = partial(self._answer, exchange, work, around_wait)
                 self._slots.submit(task, client, here=exchange.may_run_here)
 
         return handle

@@ -231,7 +231,7 @@ class Worker:
         self._look_after(self._node)
         self._serve_as_program()
         server.start()
-        _running.add(self)
+        _running[self] = None
         self._node.participant.keep_lease(self._settings.lease)
         self._objects.keep_lease(self._settings.lease, self._is_linked)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -293,7 +293,7 @@ class Worker:
         Returns whether all of them finished. Raises StateError at the end if the state was not saved.
         """
         server, self._server = self._server, None
-        _running.discard(self)
+        _running.pop(self, None)
         if server is None:
             return True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -309,8 +309,11 @@ class Worker:
         not_saved = self._save_and_close()
         # Says goodbye, which cancels what still runs.
         self._hub.close()
+        if self._callbacks is not None:
+            self._callbacks.abandon()
         idle = self._slots.wait_until_idle(_FAREWELL_SECONDS)
         self._leave_program()
+        call_each(other._serve_as_program for other in list(_running))  # the first of them does
         self._node.close()
         ended = _end(server)
         self._hub.join(_FAREWELL_SECONDS)
@@ -368,7 +371,8 @@ class Worker:
         self.stop()
 
 
-_running: set[Worker] = set()
+_running: dict[Worker, None] = {}
+"""In the order in which they were started."""
 _programs_lock = threading.Lock()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,3 +266,38 @@ def test_a_worker_that_could_not_start_leaves_the_process_to_the_next(address: s
         failed.start()
     with gws.Worker(trainer.answer), gw.connect(address) as back:
         assert back.ask("answer", leaf()).shape == (3,)
+
+
+def test_of_several_workers_the_oldest_that_runs_is_called_back(back: gw.RemoteWorker) -> None:
+    one, two = gws.Worker(Trainer().answer).start(), gws.Worker(*Trainer().functions).start()
+    try:
+        assert back.between(leaf(), "answer").shape == (3,)
+        one.stop()
+        assert back.between(leaf(), "answer").shape == (3,)
+    finally:
+        one.stop()
+        two.stop()
+
+
+def test_a_callback_that_outlasts_the_grace_period_is_cancelled(back: gw.RemoteWorker) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def answer(x: torch.Tensor) -> torch.Tensor:
+        began.set()
+        give_up_at = time.monotonic() + 30
+        while not gw.cancelled() and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+        if gw.cancelled():
+            ended.set()
+        return x
+
+    worker = gws.Worker(answer).start()
+    call = back.call_async("between", leaf(), "answer")
+    try:
+        assert began.wait(30)
+        assert not worker.stop(grace=0.05)
+    finally:
+        worker.stop()
+    assert ended.wait(30)
+    with pytest.raises(gw.Unavailable, match="took too long"):
+        call.result(30)
