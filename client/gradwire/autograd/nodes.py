@@ -67,6 +67,11 @@ class RecvRpc(torch.autograd.Function):
         ctx: Any, received: Received, data: Sequence[torch.Tensor], *tokens: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.received = received
+        # The garbage collector sees the owner of a node only if that is one tensor, and may look while torch,
+        # without the interpreter's lock, makes another node own it. It would call the record's destructor,
+        # which releases the message, and only then notice that the node lives. What is in the metadata
+        # belongs to the node itself, out of the collector's sight.
+        ctx.metadata["gradwire.received"] = received
         received.node = weakref.ref(ctx)
         ctx.tokens = len(tokens) - 1
         ctx.set_materialize_grads(False)
