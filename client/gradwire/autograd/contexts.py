@@ -50,8 +50,13 @@ class ContextState:
         """For leaves whose gradients somebody was shown: the version of the leaf then, and whether more was
         added to the gradient since."""
 
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    def accumulate(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, unless: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Adds a gradient, `unless` it no longer counts; both before or after the gradients are cleared."""
         with self._lock:
+            if unless():
+                return
             so_far = self._gradients.get(leaf)  # type: ignore[no-untyped-call]
             self._gradients[leaf] = gradient if so_far is None else added(so_far, gradient)
             if self._handed_out.data and leaf in self._handed_out:

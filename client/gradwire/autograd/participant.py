@@ -368,7 +368,8 @@ class Participant:
         context = self.store.get(into)
         if run.asker is not None:
             context.peers.add(run.asker)
-        context.accumulate(leaf, gradient)
+        # What still runs of a backward that failed no longer counts once its caller has gone on.
+        context.accumulate(leaf, gradient, unless=partial(self.is_over, run.pass_id))
         if leaf._post_accumulate_grad_hooks:
             self.hooks.add_leaf(run.pass_id, into, leaf)
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.autograd import passes
+from gradwire import wire
+from gradwire.autograd import ContextId, MessageId, Participant, passes
+from gradwire.proto.v1 import autograd_pb2, tensor_pb2
 
 
 def test_threads_of_one_graph_task_share_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +38,20 @@ def test_threads_of_one_graph_task_share_one_record(monkeypatch: pytest.MonkeyPa
     assert one is other
     assert len(callbacks) == 1
     one.finish()
+
+
+def test_what_is_left_of_a_backward_that_is_over_adds_nothing() -> None:
+    """A run may end after its caller has caught the error, cleared the gradients and begun anew."""
+    participant = Participant(1, lambda peer: None)
+    leaf = torch.ones(2, requires_grad=True)
+    context, old, new = ContextId(7, 0), MessageId(7, 3), MessageId(7, 4)
+    call = autograd_pb2.AutogradMetadata(oldest_pass=4)
+    context.write(call.context)
+    late, current = (passes.Run(participant, id, 7, True, None) for id in (old, new))
+    participant.collect(late, context, leaf, torch.ones(2))
+    participant.store.get(context).clear_gradients()
+    participant.receive_call(call, wire.Decoder(tensor_pb2.TensorTable(), []), None, "a call")
+    participant.collect(late, context, leaf, torch.ones(2))
+    assert participant.store.get(context).gradients() == {}
+    participant.collect(current, context, leaf, torch.ones(2))
+    assert torch.equal(participant.store.get(context).gradients()[leaf], torch.ones(2))
