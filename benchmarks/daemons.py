@@ -15,7 +15,7 @@ __all__ = ["daemon"]
 @contextmanager
 def daemon(module: str, folder: Path, *options: str, prefix: Sequence[str] = ()) -> Iterator[str]:
     """A `gradwire-server` that serves a module of a folder, with one torch thread; its address."""
-    command = [*prefix, sys.executable, "-m", "gradwire_server.cli", "serve", module, *options]
+    command = [*prefix, sys.executable, "-m", "gradwire_server", "serve", module, *options]
     settings = ["--torch-threads", "1", "--log-format", "json"]
     process = subprocess.Popen([*command, *settings], cwd=folder, stderr=subprocess.PIPE, text=True)
     try:

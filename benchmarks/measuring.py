@@ -74,8 +74,8 @@ def _measure_group(
         for world in takers[case.key]:
             with world.awake(case.topology) as trainers:
                 for trainer in trainers:
-                    trainer.ask("prepare", case.key)
-                    trainer.ask("check", case.key)  # warms up, too
+                    trainer.send_request("prepare", case.key)
+                    trainer.send_request("check", case.key)  # warms up, too
     for turn in range(max(plan.turns_of(case) for case in cases)):
         for case in cases:
             # Another one first each time: nobody always follows the same other one.
@@ -87,13 +87,13 @@ def _measure_group(
         for world in takers[case.key]:
             with world.awake(case.topology) as trainers:
                 for trainer in trainers:
-                    trainer.ask("forget", case.key)
+                    trainer.send_request("forget", case.key)
 
 
 def _block(case: Case, trainers: list[Member], count: int) -> list[float]:
     """Seconds per call of one turn of a contender."""
     if len(trainers) == 1:
-        seconds: list[float] = trainers[0].ask("measure", case.key, count)
+        seconds: list[float] = trainers[0].send_request("measure", case.key, count)
         return seconds
     begin_at = time.monotonic() + LEAD_SECONDS
     for trainer in trainers:
@@ -111,4 +111,4 @@ def _measure_memory(plan: Plan, cases: Sequence[Case], results: Results, say: Ca
             with world.awake(case.topology) as [trainer]:
                 for extra in extra_memory(case, world, plan.turns_of(case)):
                     results.add(case, contender, [extra])
-                trainer.ask("check", case.key)
+                trainer.send_request("check", case.key)

@@ -66,7 +66,7 @@ class Member:
     def wait_until_ready(self) -> None:
         self.answer(START_SECONDS)
 
-    def ask(self, command: str, *args: Any) -> Any:
+    def send_request(self, command: str, *args: Any) -> Any:
         """Has the member do something, and waits for the result."""
         self.tell(command, *args)
         return self.answer()

@@ -20,7 +20,7 @@ def extra_memory(case: Case, world: World, repetitions: int) -> list[float]:
     that arrive. Buffers that are kept for the next transfer do.
     """
     [trainer] = world.trainers
-    trainer.ask("prepare", case.key)
+    trainer.send_request("prepare", case.key)
     before = held_bytes(world.pids)
     found = []
     for _ in range(repetitions):

@@ -37,7 +37,7 @@ class Daemon:
 
     def __init__(self, contender: Contender) -> None:
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `end`
-        command = [sys.executable, "-m", "gradwire_server.cli", "serve", "benchmarks.served"]
+        command = [sys.executable, "-m", "gradwire_server", "serve", "benchmarks.served"]
         options = ["--bind", "127.0.0.1:0", "--torch-threads", "1", "--log-format", "json"]
         variables = {SAME_HOST_VARIABLE: str(int(contender.same_host))}
         self._process = subprocess.Popen(
@@ -142,7 +142,7 @@ class World:
         self._signal(signal.SIGCONT, [*workers, *trainers])
         yield trainers
         for member in (*trainers, *workers):  # in this order: a worker's calls come of a trainer's
-            member.ask("settle")
+            member.send_request("settle")
         self.pause()
 
     def pause(self) -> None:

@@ -65,10 +65,10 @@ def plain_calls(alice: gw.RemoteWorker) -> None:
 def tensors(alice: gw.RemoteWorker) -> None:
     title("Tensors go and come back")
     x = torch.arange(12.0).reshape(4, 3)
-    reply = alice.standardize(x)
-    show('alice.standardize(x)["result"]', str(reply["result"]))
+    response = alice.standardize(x)
+    show('alice.standardize(x)["result"]', str(response["result"]))
     expected = (x - x.mean(dim=0)) / x.std(dim=0)
-    check(torch.equal(reply["result"], expected), "bit for bit what this process computes")
+    check(torch.equal(response["result"], expected), "bit for bit what this process computes")
 
 
 def nested(alice: gw.RemoteWorker, bob: gw.RemoteWorker) -> None:

@@ -63,7 +63,7 @@ class Daemon:
         options = ["--bind", "127.0.0.1:0", "--name", name, "--torch-threads", "1", "--log-format", "json"]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gradwire_server.cli", "serve", module, *options],
+                [sys.executable, "-m", "gradwire_server", "serve", module, *options],
                 cwd=Path(__file__).parent,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -75,7 +75,7 @@ class Daemon:
         """The address in its ready line."""
         give_up_at = time.monotonic() + START_SECONDS
         while time.monotonic() < give_up_at:
-            # Asked before reading: a daemon that has ended by now has written all that it will write.
+            # OutboundCall before reading: a daemon that has ended by now has written all that it will write.
             ended = self.process.poll()
             for entry in self._entries():
                 if entry.get("event") == "ready":

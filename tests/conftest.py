@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.integration.daemons import Daemon
 
-from gradwire._node import reset_default_node
+from gradwire.peers.current import reset_default_peer
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -61,7 +61,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("workers")  # they outlive the test
     before = _everything()
     yield
-    reset_default_node()
+    reset_default_peer()
     left = _wait_until_empty(lambda: _everything() - before)
     if left:
         pytest.fail(f"left behind: {', '.join(sorted(map(str, left)))}", pytrace=False)

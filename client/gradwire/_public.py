@@ -5,12 +5,15 @@ Apart from the package itself, which the command line loads for its help: that m
 
 import gradwire.nn as nn
 import gradwire.optim as optim
-from gradwire._calls import CallFuture, Keywords
-from gradwire._checkpoints import LoadedKeys, load, save
-from gradwire._compression import Compression, compression
-from gradwire._contexts import Context, context, current_context
-from gradwire._describe import FunctionInfo
-from gradwire._gradcheck import (
+from gradwire.api.calls import CallFuture, Keywords
+from gradwire.api.compression import compression
+from gradwire.api.contexts import Context, context, current_context
+from gradwire.api.function_info import FunctionInfo
+from gradwire.api.refs import RemoteRef
+from gradwire.api.workers import RemoteFunction, RemoteWorker, caller, connect
+from gradwire.runtime.compression import Compression
+from gradwire.runtime.scope import cancelled, deadline, timeout
+from gradwire.tools.gradcheck import (
     CodecReport,
     CodecRow,
     GradcheckReport,
@@ -18,10 +21,8 @@ from gradwire._gradcheck import (
     codec_error,
     gradcheck,
 )
-from gradwire._malloc import tune_malloc
-from gradwire._refs import RemoteRef
-from gradwire._scope import cancelled, deadline, timeout
-from gradwire._workers import RemoteFunction, RemoteWorker, caller, connect
+from gradwire.tools.malloc import tune_malloc
+from gradwire.training.checkpoints import LoadedKeys, load, save
 from gradwire.transport import Traffic
 from gradwire.wire import register_type
 

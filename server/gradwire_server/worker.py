@@ -25,25 +25,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_module
 
 from gradwire import wire
-from gradwire._node import Node, default_node, refuse_if_forked
-from gradwire._threads import DaemonThreads
 from gradwire.autograd import borrowed_grad
-from gradwire.autograd.participant import not_kept_apart
+from gradwire.autograd.engine import not_kept_apart
+from gradwire.peers.current import default_peer
+from gradwire.peers.forking import refuse_if_forked
+from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import LinkSettings, Room
-from gradwire.transport.base import call_each
+from gradwire.system.callbacks import call_each
+from gradwire.system.threads import DaemonThreads
+from gradwire.transport import LinkSettings, MemoryBudget
 from gradwire.transport.channels import SERVICE, server_options
-from gradwire_server.calling import CallRunner
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
-from gradwire_server.execution import QueueLimits, Slots
-from gradwire_server.limits import HoldLimits
-from gradwire_server.links import Hub
-from gradwire_server.objects import Objects
-from gradwire_server.registry import Registry
-from gradwire_server.servicer import Servicer
-from gradwire_server.state import StateDir
-from gradwire_server.training import add_training
-from gradwire_server.unary import unary_handler
+from gradwire_server.objects.registry import Registry
+from gradwire_server.objects.store import ObjectStore
+from gradwire_server.objects.verbs import add_training
+from gradwire_server.serving.acceptor import SessionAcceptor
+from gradwire_server.serving.calling import CallRunner
+from gradwire_server.serving.execution import QueueLimits, Slots
+from gradwire_server.serving.limits import HoldLimits
+from gradwire_server.serving.servicer import Servicer
+from gradwire_server.serving.unary import unary_handler
+from gradwire_server.state.directory import StateDir
 
 __all__ = ["Worker"]
 
@@ -123,22 +125,22 @@ class Worker:
             same_host=same_host,
             max_shared_bytes=max_shared_bytes,
         )
-        self._node = Node(name)
+        self._peer = LocalPeer(name)
         self._slots = Slots(
-            self._node.pool,
+            self._peer.pool,
             QueueLimits(threads, threads_per_client, max_queued_calls, max_queued_calls_per_client),
         )
-        self._objects = Objects(
-            self._node.identity.node,
-            lambda: self._node.participant.new_id().number,
+        self._objects = ObjectStore(
+            self._peer.identity.id,
+            lambda: self._peer.engine.new_id().number,
             self._registry.method_names,
         )
         for instance_name, instance in self._registry.instances.items():
             self._objects.keep(instance, owner=None, name=instance_name, permanent=True)
         add_training(self._registry, self._objects)
         self._hold_limits = hold_limits
-        self._node.participant.limits = wire.Limits(max_tensor_elements=max_tensor_elements)
-        runner = self._runner_for(self._node)
+        self._peer.engine.limits = wire.Limits(max_tensor_elements=max_tensor_elements)
+        runner = self._runner_for(self._peer)
         if save_every is not None and state_dir is None:
             raise ValueError("save_every is of no use without a state_dir to save to")
         self._save_every = save_every
@@ -146,16 +148,16 @@ class Worker:
         if state_dir is not None:
             self._state = StateDir(Path(state_dir), self._objects, runner.make_again)
         self._saved = threading.Event()
-        self._servicer = Servicer(self._node, self._registry, self._slots, runner)
-        self._program: Node | None = None
-        """The program's own node, if others reach this worker over the links that the program opened."""
+        self._servicer = Servicer(self._peer, self._registry, self._slots, runner)
+        self._program: LocalPeer | None = None
+        """The program's own peer, if others reach this worker over the links that the program opened."""
         self._callbacks: Servicer | None = None
-        self._hub = Hub(
-            self._node.identity,
-            self._node.handle,
+        self._acceptor = SessionAcceptor(
+            self._peer.identity,
+            self._peer.handle,
             self._settings,
-            self._node.met,
-            Room(max_bytes_in_flight),
+            self._peer.met,
+            MemoryBudget(max_bytes_in_flight),
         )
         self._max_unary_bytes = max_unary_bytes
         self._health = health
@@ -170,7 +172,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return self._node.identity.name
+        return self._peer.identity.name
 
     @property
     def address(self) -> str:
@@ -224,43 +226,41 @@ class Worker:
             server.start()
             server.stop(None).wait(_FAREWELL_SECONDS)
             self._streams_pool.shutdown()
-            self._node.close()
+            self._peer.close()
             raise
         self._server = server
         self._servicer.open()
-        self._look_after(self._node)
+        self._look_after(self._peer)
         self._serve_as_program()
         server.start()
         _running[self] = None
-        self._node.participant.keep_lease(self._settings.lease)
+        self._peer.engine.keep_lease(self._settings.lease)
         self._objects.keep_lease(self._settings.lease, self._is_linked)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
-    def _runner_for(self, node: Node) -> CallRunner:
-        return CallRunner(
-            node, self._registry, self._objects, self._node.participant.limits, self._hold_limits
-        )
+    def _runner_for(self, peer: LocalPeer) -> CallRunner:
+        return CallRunner(peer, self._registry, self._objects, self._peer.engine.limits, self._hold_limits)
 
-    def _look_after(self, node: Node) -> None:
-        """Lets go of objects that were given out in the name of a node when those who have them do."""
+    def _look_after(self, peer: LocalPeer) -> None:
+        """Lets go of objects that were given out in the name of a peer when those who have them do."""
         # Objects have ids from the same count as messages, and are released by the same means.
-        id, store = node.identity.node, node.participant.store
+        id, store = peer.identity.id, peer.engine.container
         store.when_released = lambda ids: self._objects.release(
-            each.number for each in ids if each.node == id
+            each.number for each in ids if each.peer == id
         )
         store.when_owner_dropped = self._drop_owner
-        node.participant.reading = self._objects.backward_through
-        node.participant.stepping = self._objects.stepping
-        self._objects.nodes.add(id)
+        peer.engine.reading = self._objects.backward_through
+        peer.engine.stepping = self._objects.stepping
+        self._objects.peers.add(id)
 
     def _serve_as_program(self) -> None:
         """Serves the same to those whom the program calls, unless another worker does so already.
 
-        They know the program by its own node, in whose graph their calls are recorded: so gradients flow
+        They know the program by its own peer, in whose graph their calls are recorded: so gradients flow
         through them as through anything else that the program computes.
         """
         with _programs_lock:
-            program = default_node()
+            program = default_peer()
             if program.serves_functions:
                 return
             self._program = program
@@ -273,15 +273,15 @@ class Worker:
         """The program goes on, with the links that it opened, without serving anything."""
         if self._program is not None and self._callbacks is not None:
             self._callbacks.close()
-            participant = self._program.participant
-            participant.store.when_released = lambda ids: None
-            participant.store.when_owner_dropped = lambda node: None
-            participant.reading = not_kept_apart
-            participant.stepping = borrowed_grad
+            engine = self._program.engine
+            engine.container.when_released = lambda ids: None
+            engine.container.when_owner_dropped = lambda peer: None
+            engine.reading = not_kept_apart
+            engine.stepping = borrowed_grad
 
     def _is_linked(self, client: int) -> bool:
-        nodes = [node for node in (self._node, self._program) if node is not None]
-        return any(node.participant.is_linked(client) for node in nodes)
+        peers = [peer for peer in (self._peer, self._program) if peer is not None]
+        return any(peer.engine.is_linked(client) for peer in peers)
 
     def _drop_owner(self, client: int) -> None:
         if not self._is_linked(client):
@@ -304,22 +304,22 @@ class Worker:
         finished = self._finish_what_was_begun(give_up_at)
         if not finished:
             log.warning("%d calls did not finish in time", self._slots.unfinished)
-        self._hub.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0))
+        self._acceptor.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0))
         # Before the clients go, whose optimizers go with them.
         not_saved = self._save_and_close()
         # Says goodbye, which cancels what still runs.
-        self._hub.close()
+        self._acceptor.close()
         if self._callbacks is not None:
             self._callbacks.abandon()
         idle = self._slots.wait_until_idle(_FAREWELL_SECONDS)
         self._leave_program()
         call_each(other._serve_as_program for other in list(_running))  # the first of them does
-        self._node.close()
+        self._peer.close()
         ended = _end(server)
-        self._hub.join(_FAREWELL_SECONDS)
+        self._acceptor.join(_FAREWELL_SECONDS)
         # Threads that are done end at once; a function that does not stop must not keep us.
         self._streams_pool.shutdown(wait=ended)
-        self._node.pool.shutdown(wait=idle)
+        self._peer.pool.shutdown(wait=idle)
         if not_saved is not None:
             raise not_saved
         return finished
@@ -332,7 +332,7 @@ class Worker:
 
         while self._objects.has_prepared_steps and left():
             time.sleep(min(_POLL_SECONDS, left()))
-        return self._slots.wait_until_idle(left()) and self._node.wait_for_backwards(left())
+        return self._slots.wait_until_idle(left()) and self._peer.wait_for_backwards(left())
 
     def _save_and_close(self) -> StateError | None:
         try:
@@ -351,10 +351,10 @@ class Worker:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         methods = {
-            name: unary_handler(method, self._node.handle, self.name, self._max_unary_bytes)
+            name: unary_handler(method, self._peer.handle, self.name, self._max_unary_bytes)
             for name, method in _UNARY_METHODS.items()
         }
-        methods["Link"] = grpc.stream_stream_rpc_method_handler(self._hub.serve)
+        methods["Link"] = grpc.stream_stream_rpc_method_handler(self._acceptor.serve)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

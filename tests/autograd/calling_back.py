@@ -21,7 +21,7 @@ def double(x: Any) -> Any:
 
 
 @gws.expose
-def ask(function: str, *args: Any) -> Any:
+def send_request(function: str, *args: Any) -> Any:
     """Calls its caller, and returns what that said."""
     return gw.caller().call(function, *args)
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import gradwire as gw
-from gradwire._node import _nodes
-from gradwire._scope import current_scope
+from gradwire.peers.forking import live_peers
+from gradwire.runtime.scope import current_scope
 
 __all__ = ["NAMES", "SHAPE", "Place", "by_value", "oracle", "remote_place"]
 
@@ -393,10 +393,10 @@ class _Slow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         # Not gw.cancelled(), which is true as soon as the time is up here: the answer would race with the
-        # asker's own clock.
-        exchange = current_scope().exchange
+        # requester's own clock.
+        server_call = current_scope().server_call
         give_up_at = time.monotonic() + 30
-        while not (exchange is not None and exchange.cancelled) and time.monotonic() < give_up_at:
+        while not (server_call is not None and server_call.cancelled) and time.monotonic() < give_up_at:
             time.sleep(0.001)
         return gradient
 
@@ -443,7 +443,7 @@ def oracle() -> tuple[dict[str, Place], Call]:
 def held_here() -> dict[str, int]:
     """Contexts, messages, live tensors, threads and resident kilobytes of this process."""
     gc.collect()
-    stores = [node.participant.store for node in list(_nodes)]
+    stores = [node.engine.container for node in list(live_peers)]
     contexts = [context for store in stores for context in store.contexts()]
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[1])

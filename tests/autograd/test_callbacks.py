@@ -159,18 +159,18 @@ def test_a_worker_is_reached_whether_it_started_before_or_after_the_link_was_ope
     trainer = Trainer()
     with gw.connect(address) as before:
         with pytest.raises(gw.UnknownFunction, match="serves no functions"):
-            before.ask("answer", leaf())
+            before.send_request("answer", leaf())
         with gws.Worker(trainer.answer), gw.connect(address, lost_after=9) as after:
             for worker in (before, after):
-                torch.testing.assert_close(worker.ask("answer", leaf()), trainer.answer(leaf()))
+                torch.testing.assert_close(worker.send_request("answer", leaf()), trainer.answer(leaf()))
         # The worker is stopped; the link is this program's, and stays.
         with pytest.raises(gw.UnknownFunction, match="serves no functions"):
-            before.ask("answer", leaf())
+            before.send_request("answer", leaf())
         assert before.double(21) == 42
         with gws.Worker(trainer.rally):
-            torch.testing.assert_close(before.ask("rally", leaf(), 0), leaf() * trainer.bias)
+            torch.testing.assert_close(before.send_request("rally", leaf(), 0), leaf() * trainer.bias)
             with pytest.raises(gw.UnknownFunction, match="answer"):
-                before.ask("answer", leaf())
+                before.send_request("answer", leaf())
 
 
 def test_a_backward_through_a_worker_that_was_stopped_meanwhile(back: gw.RemoteWorker) -> None:
@@ -250,13 +250,13 @@ def test_of_several_workers_the_first_is_called_back(address: str) -> None:
     trainer, other = Trainer(), Trainer()
     with gw.connect(address) as back:
         with gws.Worker(trainer.answer), gws.Worker(other.rally) as second:
-            assert back.ask("answer", leaf()).shape == (3,)
+            assert back.send_request("answer", leaf()).shape == (3,)
             with pytest.raises(gw.UnknownFunction, match="rally"):
-                back.ask("rally", leaf(), 0)
+                back.send_request("rally", leaf(), 0)
             with gw.connect(second.address) as handle:
                 assert handle.rally(leaf(), 0).shape == (3,)
         with gws.Worker(other.rally):
-            assert back.ask("rally", leaf(), 0).shape == (3,)
+            assert back.send_request("rally", leaf(), 0).shape == (3,)
 
 
 def test_a_worker_that_could_not_start_leaves_the_process_to_the_next(address: str) -> None:
@@ -265,7 +265,7 @@ def test_a_worker_that_could_not_start_leaves_the_process_to_the_next(address: s
     with pytest.raises(gws.BindFailed):
         failed.start()
     with gws.Worker(trainer.answer), gw.connect(address) as back:
-        assert back.ask("answer", leaf()).shape == (3,)
+        assert back.send_request("answer", leaf()).shape == (3,)
 
 
 def test_of_several_workers_the_oldest_that_runs_is_called_back(back: gw.RemoteWorker) -> None:

@@ -15,7 +15,7 @@ from tests.autograd.comparing import Both, assert_close
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._scope import current_scope
+from gradwire.runtime.scope import current_scope
 
 Leaf = Callable[..., torch.Tensor]
 
@@ -187,10 +187,10 @@ def test_leaving_a_context_ends_it_on_every_worker(
         context.backward(trio.a.hop(leaf(), ["b", "c"]).sum())
         trio.a.affine(leaf())
         for worker in workers.values():
-            assert worker._node.participant.store.find(context.id) is not None
+            assert worker._peer.engine.container.find(context.id) is not None
     # The word goes from worker to worker; a ping goes behind it on the same links.
     for name in ("a", "b", "c"):
-        wait_until(lambda name=name: workers[name]._node.participant.store.find(context.id) is None)  # type: ignore[misc]
+        wait_until(lambda name=name: workers[name]._peer.engine.container.find(context.id) is None)  # type: ignore[misc]
 
 
 def test_a_context_that_has_ended_says_so(trio: Both, leaf: Leaf) -> None:

@@ -16,7 +16,7 @@ import torch
 from tests.autograd.comparing import Both, assert_close
 
 import gradwire as gw
-from gradwire._scope import current_scope, entered
+from gradwire.runtime.scope import current_scope, entered
 
 DEPTH = 70
 """More than the engine nests on one thread."""

@@ -14,7 +14,7 @@ from tests.autograd.places import NAMES, Place, oracle, remote_place
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._node import _nodes
+from gradwire.peers.forking import live_peers
 
 Call = Callable[..., Any]
 Leaf = Callable[..., torch.Tensor]
@@ -145,7 +145,7 @@ def test_hooks_of_a_pass_that_failed_never_run(served: tuple[Both, dict[str, Pla
     both.reset()
     both.check(lambda call, x: call("a", "dot", x), leaf())
     assert len(seen) == 1
-    assert not any(node.participant.hooks._passes for node in list(_nodes))
+    assert not any(node.engine.hooks._passes for node in list(live_peers))
 
 
 def test_a_hook_and_a_step_of_another_context_have_grad_to_themselves() -> None:

@@ -17,8 +17,8 @@ from tests.autograd.places import held_here
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._calls import CallFuture
-from gradwire.transport.base import Pending
+from gradwire.api.calls import CallFuture
+from gradwire.transport.base import ResponseFuture
 
 Leaf = Callable[..., torch.Tensor]
 Step = Callable[[Both, torch.Tensor], None]
@@ -232,13 +232,13 @@ def test_an_error_that_is_kept_keeps_only_what_its_traceback_shows(trio: Both, l
 
     error = failing()
     gc.collect()
-    assert gw.current_context()._node.participant.store._arguments == {}
+    assert gw.current_context()._peer.engine.container._arguments == {}
     assert "no use" in str(error)
 
 
 def check_let_go(worker: gws.Worker) -> None:
     """Of results on the worker, and of arguments here: each end says so to the other in its own time."""
-    store, own = worker._node.participant.store, gw.current_context()._node.participant.store
+    store, own = worker._peer.engine.container, gw.current_context()._peer.engine.container
     give_up_at = time.monotonic() + RELEASED_WITHIN
     while (store._results or own._arguments) and time.monotonic() < give_up_at:
         time.sleep(0.01)
@@ -264,7 +264,7 @@ def test_results_of_a_call_that_is_given_up_just_when_they_come_are_let_go(
 
     def give_up_and_settle(self: CallFuture, outcome: Any) -> bool:
         self.cancel()
-        return Pending.settle(self, outcome)
+        return ResponseFuture.settle(self, outcome)
 
     trio, workers = local_trio
     with monkeypatch.context() as patch:
@@ -282,7 +282,7 @@ def test_a_client_that_leaves_takes_everything_along(
     kept = trio.a.hop(leaf(), ["b"])
     kept.sum().backward(retain_graph=True)
     client = gw.current_context().id
-    stores = {name: worker._node.participant.store for name, worker in workers.items()}
+    stores = {name: worker._peer.engine.container for name, worker in workers.items()}
     trio.b.close()  # what b holds came by way of a
     assert stores["a"].find(client) is not None
     assert stores["b"].find(client) is not None
@@ -302,7 +302,7 @@ def test_closing_one_of_two_ways_to_a_worker_keeps_what_came_by_the_other(
     trio.b.affine(x).sum().backward()
     trio.b.close()
     out.sum().backward()
-    store = workers["b"]._node.participant.store
+    store = workers["b"]._peer.engine.container
     context = store.find(gw.current_context().id)
     assert context is not None
     assert len(context.gradients()) == 2
@@ -314,7 +314,7 @@ def test_a_leaf_that_a_function_made_for_one_call_takes_its_gradient_along(
     trio, workers = local_trio
     for _ in range(5):
         trio.a.fresh_leaf().sum().backward()
-    context = workers["a"]._node.participant.store.find(gw.current_context().id)
+    context = workers["a"]._peer.engine.container.find(gw.current_context().id)
     assert context is not None
     # The worker's thread may not have returned yet from the call that it has answered.
     give_up_at = time.monotonic() + RELEASED_WITHIN

@@ -22,10 +22,10 @@ from tests.autograd.test_round_trips import BACKWARD, asked
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._scope import current_scope, entered
-from gradwire.autograd import holding
+from gradwire.autograd import DistEngine, holding
 from gradwire.autograd.nodes import received_of
-from gradwire.autograd.records import Received
+from gradwire.autograd.records import ReceivedTensors
+from gradwire.runtime.scope import current_scope, entered
 
 __all__ = ["asked"]
 
@@ -441,7 +441,7 @@ def test_results_that_have_nothing_in_common_are_not_kept_track_of(trio: Both, l
     assert all(_received(one).group for one in together[1:])
 
 
-def _received(result: torch.Tensor) -> Received:
+def _received(result: torch.Tensor) -> ReceivedTensors:
     received = received_of(result.grad_fn)
     assert received is not None
     return received
@@ -489,7 +489,7 @@ def loop(trio: Both, x: torch.Tensor, steps: int = 8) -> list[torch.Tensor]:
 
 def check_nothing_is_held(workers: dict[str, gws.Worker]) -> None:
     give_up_at = time.monotonic() + LET_GO_WITHIN
-    while any(worker._node.participant.held for worker in workers.values()):
+    while any(worker._peer.engine.held for worker in workers.values()):
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
 
@@ -549,7 +549,7 @@ def test_an_error_of_the_caller_in_the_middle(
     outs = loop(trio, leaf())
 
     def fail(gradient: torch.Tensor) -> None:
-        assert any(worker._node.participant.held for worker in workers.values())
+        assert any(worker._peer.engine.held for worker in workers.values())
         raise KeyError("in the middle")
 
     outs[4].register_hook(fail)
@@ -621,7 +621,7 @@ def test_a_run_that_is_held_open_ends_with_its_backward_even_if_nobody_says_so(
 ) -> None:
     trio, workers = local_trio
     started = was_held(workers, monkeypatch)
-    monkeypatch.setattr(gw._node.Participant, "give_up", lambda self, like, held_run: None)
+    monkeypatch.setattr(DistEngine, "give_up", lambda self, like, held_run: None)
     outs = loop(trio, leaf())
 
     def fail(gradient: torch.Tensor) -> None:
@@ -631,7 +631,7 @@ def test_a_run_that_is_held_open_ends_with_its_backward_even_if_nobody_says_so(
     with pytest.raises(KeyError):
         torch.stack(outs).sum().backward()
     assert started
-    assert workers["a"]._node.participant.held
+    assert workers["a"]._peer.engine.held
     trio.a.affine(leaf())  # the worker hears of it with the next call
     check_nothing_is_held(workers)
 
@@ -644,7 +644,7 @@ def test_gradients_for_a_run_that_was_given_up_are_refused(
     outs = loop(trio, leaf())
 
     def give_up(gradient: torch.Tensor) -> None:
-        for held in list(workers["a"]._node.participant.held.values()):
+        for held in list(workers["a"]._peer.engine.held.values()):
             held.give_up("the test wants it so")
 
     outs[4].register_hook(give_up)
@@ -683,7 +683,7 @@ def test_a_chain_lets_go_of_everything(local_trio: tuple[Both, dict[str, gws.Wor
     for _ in range(3):
         torch.stack(loop(trio, leaf())).sum().backward()
         trio.a.detach_kept()
-    store, here = workers["a"]._node.participant.store, gw.current_context()._node.participant.store
+    store, here = workers["a"]._peer.engine.container, gw.current_context()._peer.engine.container
     give_up_at = time.monotonic() + LET_GO_WITHIN
     while store._results or here._arguments or here._reaches:
         assert time.monotonic() < give_up_at, (store._results, here._arguments, here._reaches)

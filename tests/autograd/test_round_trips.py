@@ -13,7 +13,7 @@ from tests.autograd.comparing import Both
 
 import gradwire as gw
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport.conversation import Conversation
+from gradwire.transport.session import Session
 
 Leaf = Callable[..., torch.Tensor]
 
@@ -26,19 +26,19 @@ CLEANUP = link_pb2.METHOD_CLEANUP_CONTEXT
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """The questions that this process asked and was asked, by method."""
     counted: Counter[int] = Counter()
-    ask, handle = Conversation.ask, Conversation._handle
+    send_request, handle = Session.send_request, Session._handle
 
-    def counting_ask(self: Conversation, method: int, *args: object, **kwargs: object) -> object:
+    def counting_ask(self: Session, method: int, *args: object, **kwargs: object) -> object:
         counted[method] += 1
-        return ask(self, method, *args, **kwargs)  # type: ignore[arg-type]
+        return send_request(self, method, *args, **kwargs)  # type: ignore[arg-type]
 
-    def counting_handle(self: Conversation, served: object) -> None:
+    def counting_handle(self: Session, served: object) -> None:
         if served is not None:
             counted[served.method] += 1  # type: ignore[attr-defined]
         handle(self, served)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Conversation, "ask", counting_ask)
-    monkeypatch.setattr(Conversation, "_handle", counting_handle)
+    monkeypatch.setattr(Session, "send_request", counting_ask)
+    monkeypatch.setattr(Session, "_handle", counting_handle)
     return counted
 
 

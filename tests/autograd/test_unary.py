@@ -52,34 +52,34 @@ def values_of(table: tensor_pb2.TensorTable, index: int) -> list[float]:
 
 
 def context_id(number: int) -> autograd_pb2.ContextId:
-    return autograd_pb2.ContextId(node=NODE, number=number)
+    return autograd_pb2.ContextId(peer=NODE, number=number)
 
 
 def forward(
     stub: worker_pb2_grpc.WorkerStub, values: list[float], context: int, message: int
-) -> autograd_pb2.ForwardWithAutogradReply:
+) -> autograd_pb2.ForwardWithAutogradResponse:
     request = autograd_pb2.ForwardWithAutogradRequest(
         function="affine",
         args=[value_pb2.Value(tensor=0)],
         tensors=table_of(values, [2, 3], requires_grad=True),
         autograd=autograd_pb2.AutogradMetadata(
-            context=context_id(context), message=autograd_pb2.MessageId(node=NODE, number=message)
+            context=context_id(context), message=autograd_pb2.AutogradMessageId(peer=NODE, number=message)
         ),
     )
-    reply: autograd_pb2.ForwardWithAutogradReply = stub.ForwardWithAutograd(request, timeout=30)
-    return reply
+    response: autograd_pb2.ForwardWithAutogradResponse = stub.ForwardWithAutograd(request, timeout=30)
+    return response
 
 
 def propagate(
-    stub: worker_pb2_grpc.WorkerStub, reply: autograd_pb2.ForwardWithAutogradReply, context: int
-) -> autograd_pb2.PropagateGradientsReply:
+    stub: worker_pb2_grpc.WorkerStub, response: autograd_pb2.ForwardWithAutogradResponse, context: int
+) -> autograd_pb2.PropagateGradientsResponse:
     request = autograd_pb2.PropagateGradientsRequest(
         context=context_id(context),
-        gradients=autograd_pb2.Gradients(message=reply.autograd.message, slots=[0], tensors=[0]),
+        gradients=autograd_pb2.Gradients(message=response.autograd.message, slots=[0], tensors=[0]),
         tensors=table_of([1.0] * 6, [2, 3]),
     )
-    getattr(request, "pass").CopyFrom(autograd_pb2.MessageId(node=NODE, number=99))
-    answer: autograd_pb2.PropagateGradientsReply = stub.PropagateGradients(request, timeout=30)
+    getattr(request, "pass").CopyFrom(autograd_pb2.AutogradMessageId(peer=NODE, number=99))
+    answer: autograd_pb2.PropagateGradientsResponse = stub.PropagateGradients(request, timeout=30)
     return answer
 
 
@@ -87,28 +87,28 @@ def parameter_gradients(stub: worker_pb2_grpc.WorkerStub, context: int) -> dict[
     request = autograd_pb2.ForwardWithAutogradRequest(
         function="gradients", autograd=autograd_pb2.AutogradMetadata(context=context_id(context))
     )
-    reply = stub.ForwardWithAutograd(request, timeout=30)
+    response = stub.ForwardWithAutograd(request, timeout=30)
     return {
-        entry.key.text: values_of(reply.tensors, entry.value.tensor)
-        for entry in reply.result.dict.entries
+        entry.key.text: values_of(response.tensors, entry.value.tensor)
+        for entry in response.result.dict.entries
         if entry.value.WhichOneof("kind") == "tensor"
     }
 
 
 def test_a_full_step_with_nothing_but_the_stub(stub: worker_pb2_grpc.WorkerStub, worker: gws.Worker) -> None:
     values = [0.1, -0.2, 0.3, 0.4, 0.5, -0.6]
-    reply = forward(stub, values, context=7, message=1)
-    assert reply.tensors.tensors[0].requires_grad
-    assert [(id.node, id.number) for id in reply.autograd.depends_on] == [(NODE, 1)]
-    answer = propagate(stub, reply, context=7)
+    response = forward(stub, values, context=7, message=1)
+    assert response.tensors.tensors[0].requires_grad
+    assert [(id.peer, id.number) for id in response.autograd.depends_on] == [(NODE, 1)]
+    answer = propagate(stub, response, context=7)
 
     place = remote_place("a")
     x = torch.tensor(values, dtype=torch.float64).reshape(2, 3).requires_grad_()
     out = place.affine(x)
     out.sum().backward()
-    assert values_of(reply.tensors, 0) == pytest.approx(out.flatten().tolist(), abs=1e-12)
+    assert values_of(response.tensors, 0) == pytest.approx(out.flatten().tolist(), abs=1e-12)
     (contribution,) = answer.contributions
-    assert (contribution.message.node, contribution.message.number) == (NODE, 1)
+    assert (contribution.message.peer, contribution.message.number) == (NODE, 1)
     assert list(contribution.slots) == [0]
     assert x.grad is not None
     found = values_of(answer.tensors, contribution.tensors[0])
@@ -120,14 +120,14 @@ def test_a_full_step_with_nothing_but_the_stub(stub: worker_pb2_grpc.WorkerStub,
     cleanup = autograd_pb2.CleanupContextRequest(context=context_id(7))
     assert stub.CleanupContext(cleanup, timeout=30).found is True
     assert stub.CleanupContext(cleanup, timeout=30).found is False
-    assert worker._node.participant.store.contexts() == []
+    assert worker._peer.engine.container.contexts() == []
 
 
 def test_a_second_propagation_needs_retain_graph(stub: worker_pb2_grpc.WorkerStub) -> None:
-    reply = forward(stub, [0.0] * 6, context=8, message=1)
-    propagate(stub, reply, context=8)
+    response = forward(stub, [0.0] * 6, context=8, message=1)
+    propagate(stub, response, context=8)
     with pytest.raises(grpc.RpcError) as caught:
-        propagate(stub, reply, context=8)
+        propagate(stub, response, context=8)
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
     assert "retain_graph" in caught.value.details()
 
@@ -137,8 +137,8 @@ def test_what_is_not_used_for_as_long_as_the_lease_is_dropped(
     stub: worker_pb2_grpc.WorkerStub, worker: gws.Worker
 ) -> None:
     """There is no link whose end would tell."""
-    reply = forward(stub, [0.0] * 6, context=9, message=1)
-    store = worker._node.participant.store
+    response = forward(stub, [0.0] * 6, context=9, message=1)
+    store = worker._peer.engine.container
     assert store._results
     give_up_at = time.monotonic() + 20
     while store.contexts():
@@ -146,18 +146,18 @@ def test_what_is_not_used_for_as_long_as_the_lease_is_dropped(
         time.sleep(0.01)
     assert not store._results
     with pytest.raises(grpc.RpcError) as caught:
-        propagate(stub, reply, context=9)
+        propagate(stub, response, context=9)
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
     assert "lease" in caught.value.details()
 
 
 @with_a_short_lease
 def test_use_renews_the_lease(stub: worker_pb2_grpc.WorkerStub, worker: gws.Worker) -> None:
-    reply = forward(stub, [0.0] * 6, context=10, message=1)
+    response = forward(stub, [0.0] * 6, context=10, message=1)
     used_until = time.monotonic() + 1.5  # three times the lease
     while time.monotonic() < used_until:
         parameter_gradients(stub, context=10)
-    assert propagate(stub, reply, context=10).contributions
+    assert propagate(stub, response, context=10).contributions
 
 
 @with_a_short_lease
@@ -165,7 +165,7 @@ def test_what_came_over_a_link_is_kept_for_as_long_as_the_link_is(worker: gws.Wo
     x = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
     with gw.connect(worker.address) as client:
         out = client.affine(x)
-        store = worker._node.participant.store
+        store = worker._peer.engine.container
         swept_until = time.monotonic() + 1.5  # three times the lease
         while time.monotonic() < swept_until:
             assert store._results

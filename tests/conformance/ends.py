@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from gradwire.errors import GradwireError
-from gradwire.transport import Exchange, GrpcLink, Identity, InProcessLink, Link, LinkSettings
+from gradwire.transport import GrpcLink, InProcessLink, Link, LinkSettings, PeerIdentity, ServerCall
 from gradwire.transport.channels import SERVICE, server_options
-from gradwire_server.links import Hub
+from gradwire_server.serving.acceptor import SessionAcceptor
 
 __all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Node", "opened"]
 
@@ -44,10 +44,10 @@ class Memory:
             raise self._error
 
 
-def echo(exchange: Exchange) -> None:
+def echo(server_call: ServerCall) -> None:
     """Answers with what came."""
-    attachments = [Memory(attachment.tobytes()) for attachment in exchange.request.attachments]
-    exchange.reply(exchange.request.body, attachments)
+    attachments = [Memory(attachment.tobytes()) for attachment in server_call.request.attachments]
+    server_call.respond(server_call.request.body, attachments)
 
 
 @dataclass
@@ -55,18 +55,18 @@ class Node:
     """An end's answers, and what it was asked."""
 
     name: str
-    answer: Callable[[Exchange], None] = echo
+    answer: Callable[[ServerCall], None] = echo
     asked: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.identity = Identity(next(_node_ids), self.name)
+        self.identity = PeerIdentity(next(_node_ids), self.name)
         self._changed = threading.Condition()
 
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, server_call: ServerCall) -> None:
         with self._changed:
-            self.asked.append(exchange.request.body)
+            self.asked.append(server_call.request.body)
             self._changed.notify_all()
-        self.answer(exchange)
+        self.answer(server_call)
 
     def wait_until_asked(self, times: int = 1) -> None:
         with self._changed:
@@ -81,7 +81,7 @@ class Ends:
     right: Link
     here: Node
     there: Node
-    hub: Hub | None = None
+    acceptor: SessionAcceptor | None = None
 
 
 @contextmanager
@@ -100,39 +100,39 @@ def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
             right.close()
         return
     settings = replace(settings, same_host=kind == "same-host")
-    with serving(there, settings) as (hub, address):
+    with serving(there, settings) as (acceptor, address):
         link = GrpcLink(address, here.identity, here.handle, settings)
         link.connect()
         try:
-            (right_end,) = hub.conversations
-            yield Ends(link, right_end, here, there, hub)
+            (right_end,) = acceptor.sessions
+            yield Ends(link, right_end, here, there, acceptor)
         finally:
             link.close()
 
 
-Served = Iterator[bytes]
-Between = Callable[[Served], Served]
+InboundCall = Iterator[bytes]
+Between = Callable[[InboundCall], InboundCall]
 """Sees, and may change, what a worker writes to a stream."""
 
 
 @contextmanager
 def serving(
     node: Node, settings: LinkSettings, between: Between = lambda written: written
-) -> Iterator[tuple[Hub, str]]:
-    """A gRPC server with a hub and nothing else."""
-    hub = Hub(node.identity, node.handle, settings)
+) -> Iterator[tuple[SessionAcceptor, str]]:
+    """A gRPC server with a acceptor and nothing else."""
+    acceptor = SessionAcceptor(node.identity, node.handle, settings)
     pool = ThreadPoolExecutor(50, thread_name_prefix="gradwire-test")
     server = grpc.server(pool, options=server_options(settings))
     handler = grpc.stream_stream_rpc_method_handler(
-        lambda requests, context: between(hub.serve(requests, context))
+        lambda requests, context: between(acceptor.serve(requests, context))
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Link": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield hub, f"127.0.0.1:{port}"
+        yield acceptor, f"127.0.0.1:{port}"
     finally:
-        hub.close()
+        acceptor.close()
         server.stop(1.0).wait(SECONDS)
-        hub.join(SECONDS)
+        acceptor.join(SECONDS)
         pool.shutdown()

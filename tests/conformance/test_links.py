@@ -12,7 +12,7 @@ from tests.conformance.ends import KINDS, SECONDS, Ends, Memory, opened
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import Exchange, Link, LinkSettings, Pending, faults
+from gradwire.transport import Link, LinkSettings, ResponseFuture, ServerCall, faults
 
 PING = link_pb2.METHOD_PING
 
@@ -23,45 +23,45 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
         yield ends
 
 
-def body_of(pending: Pending) -> bytes:
-    return pending.result(SECONDS).body
+def body_of(future: ResponseFuture) -> bytes:
+    return future.result(SECONDS).body
 
 
-def attachments_of(pending: Pending) -> list[bytes]:
-    return [attachment.tobytes() for attachment in pending.result(SECONDS).attachments]
+def attachments_of(future: ResponseFuture) -> list[bytes]:
+    return [attachment.tobytes() for attachment in future.result(SECONDS).attachments]
 
 
 class Held:
     """An answer that waits until it is told to go on."""
 
     def __init__(self) -> None:
-        self.exchanges: list[Exchange] = []
+        self.server_calls: list[ServerCall] = []
         self.arrived = threading.Semaphore(0)
 
-    def __call__(self, exchange: Exchange) -> None:
-        self.exchanges.append(exchange)
+    def __call__(self, server_call: ServerCall) -> None:
+        self.server_calls.append(server_call)
         self.arrived.release()
 
-    def wait(self, times: int = 1) -> list[Exchange]:
+    def wait(self, times: int = 1) -> list[ServerCall]:
         for _ in range(times):
             assert self.arrived.acquire(timeout=SECONDS)
-        return self.exchanges
+        return self.server_calls
 
 
 # -- asking
 
 
 def test_a_question_is_answered(ends: Ends) -> None:
-    assert body_of(ends.left.ask(PING, b"hello")) == b"hello"
+    assert body_of(ends.left.send_request(PING, b"hello")) == b"hello"
 
 
 def test_an_empty_question_is_answered(ends: Ends) -> None:
-    assert body_of(ends.left.ask(PING, b"")) == b""
+    assert body_of(ends.left.send_request(PING, b"")) == b""
 
 
 def test_both_ends_ask(ends: Ends) -> None:
-    there = ends.right.ask(PING, b"from the right")
-    here = ends.left.ask(PING, b"from the left")
+    there = ends.right.send_request(PING, b"from the right")
+    here = ends.left.send_request(PING, b"from the left")
     assert (body_of(here), body_of(there)) == (b"from the left", b"from the right")
     assert ends.here.asked == [b"from the right"]
     assert ends.there.asked == [b"from the left"]
@@ -69,60 +69,60 @@ def test_both_ends_ask(ends: Ends) -> None:
 
 def test_the_asked_sees_the_question_and_the_way_back(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(link_pb2.METHOD_DESCRIBE, b"x", timeout=SECONDS)
-    (exchange,) = held.wait()
-    assert exchange.method == link_pb2.METHOD_DESCRIBE
-    assert exchange.deadline is not None
-    assert exchange.link is ends.right
-    assert body_of(ends.right.ask(PING, b"back")) == b"back"
-    exchange.reply(b"done")
-    assert body_of(pending) == b"done"
+    future = ends.left.send_request(link_pb2.METHOD_DESCRIBE, b"x", timeout=SECONDS)
+    (server_call,) = held.wait()
+    assert server_call.method == link_pb2.METHOD_DESCRIBE
+    assert server_call.deadline is not None
+    assert server_call.link is ends.right
+    assert body_of(ends.right.send_request(PING, b"back")) == b"back"
+    server_call.respond(b"done")
+    assert body_of(future) == b"done"
 
 
 def test_the_ends_know_each_other(ends: Ends) -> None:
-    assert ends.left.peer.node == ends.right.local.node == ends.there.identity.node
-    assert ends.right.peer.node == ends.left.local.node == ends.here.identity.node
+    assert ends.left.peer.id == ends.right.local.id == ends.there.identity.id
+    assert ends.right.peer.id == ends.left.local.id == ends.here.identity.id
     assert ends.left.peer.name == "there"
     assert ends.right.peer.name == "here"
 
 
 def test_many_questions_are_in_flight_both_ways(ends: Ends) -> None:
     bodies = [str(number).encode() for number in range(500)]
-    lefts = [ends.left.ask(PING, body) for body in bodies]
-    rights = [ends.right.ask(PING, body) for body in bodies]
-    assert [body_of(pending) for pending in lefts] == bodies
-    assert [body_of(pending) for pending in rights] == bodies
+    lefts = [ends.left.send_request(PING, body) for body in bodies]
+    rights = [ends.right.send_request(PING, body) for body in bodies]
+    assert [body_of(future) for future in lefts] == bodies
+    assert [body_of(future) for future in rights] == bodies
 
 
 def test_answers_come_in_any_order(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pendings = [ends.left.ask(PING, str(number).encode()) for number in range(5)]
-    for exchange in reversed(held.wait(5)):
-        exchange.reply(exchange.request.body)
-    assert [body_of(pending) for pending in pendings] == [b"0", b"1", b"2", b"3", b"4"]
+    futures = [ends.left.send_request(PING, str(number).encode()) for number in range(5)]
+    for server_call in reversed(held.wait(5)):
+        server_call.respond(server_call.request.body)
+    assert [body_of(future) for future in futures] == [b"0", b"1", b"2", b"3", b"4"]
 
 
 def test_only_the_first_answer_counts(ends: Ends) -> None:
-    def twice(exchange: Exchange) -> None:
-        exchange.reply(b"first")
-        exchange.reply(b"second")
-        exchange.fail(link_pb2.Error(code=link_pb2.Error.CODE_INTERNAL))
+    def twice(server_call: ServerCall) -> None:
+        server_call.respond(b"first")
+        server_call.respond(b"second")
+        server_call.fail(link_pb2.Error(code=link_pb2.Error.CODE_INTERNAL))
 
     ends.there.answer = twice
-    assert body_of(ends.left.ask(PING, b"")) == b"first"
-    assert body_of(ends.left.ask(PING, b"")) == b"first"
+    assert body_of(ends.left.send_request(PING, b"")) == b"first"
+    assert body_of(ends.left.send_request(PING, b"")) == b"first"
 
 
 def test_answers_may_come_from_any_thread(ends: Ends) -> None:
     threads: list[threading.Thread] = []
 
-    def elsewhere(exchange: Exchange) -> None:
-        thread = threading.Thread(target=exchange.reply, args=(b"elsewhere",))
+    def elsewhere(server_call: ServerCall) -> None:
+        thread = threading.Thread(target=server_call.respond, args=(b"elsewhere",))
         threads.append(thread)
         thread.start()
 
     ends.there.answer = elsewhere
-    assert body_of(ends.left.ask(PING, b"")) == b"elsewhere"
+    assert body_of(ends.left.send_request(PING, b"")) == b"elsewhere"
     threads[0].join()
 
 
@@ -131,19 +131,19 @@ def test_answers_may_come_from_any_thread(ends: Ends) -> None:
 
 def test_a_failure_arrives_as_the_error_that_it_was(ends: Ends) -> None:
     error = errors.NotFound("no such thing")
-    ends.there.answer = lambda exchange: exchange.fail(faults.describe(error, "there"))
+    ends.there.answer = lambda server_call: server_call.fail(faults.describe(error, "there"))
     with pytest.raises(errors.NotFound, match="no such thing") as caught:
-        ends.left.ask(PING, b"").result(SECONDS)
+        ends.left.send_request(PING, b"").result(SECONDS)
     assert caught.value.worker == "there"
 
 
 def test_a_handler_that_raises_fails_the_question(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(exchange: Exchange) -> None:
+    def broken(server_call: ServerCall) -> None:
         raise ZeroDivisionError("broken")
 
     ends.there.answer = broken
     with pytest.raises(ZeroDivisionError, match="broken"):
-        ends.left.ask(PING, b"").result(SECONDS)
+        ends.left.send_request(PING, b"").result(SECONDS)
     assert "the handler of requests from here failed" in caplog.text
     assert ends.left.ended is None
 
@@ -151,11 +151,11 @@ def test_a_handler_that_raises_fails_the_question(ends: Ends, caplog: pytest.Log
 def test_a_body_over_the_limit_is_refused_before_it_is_sent() -> None:
     with opened("in-process", LinkSettings(max_body_bytes=1000)) as ends:
         with pytest.raises(errors.ResourceExhausted, match="1001 bytes exceeds the limit of 1000 bytes"):
-            ends.left.ask(PING, bytes(1001))
-        assert body_of(ends.left.ask(PING, bytes(1000))) == bytes(1000)
-        ends.there.answer = lambda exchange: exchange.reply(bytes(1001))
+            ends.left.send_request(PING, bytes(1001))
+        assert body_of(ends.left.send_request(PING, bytes(1000))) == bytes(1000)
+        ends.there.answer = lambda server_call: server_call.respond(bytes(1001))
         with pytest.raises(errors.ResourceExhausted, match="1001 bytes"):
-            ends.left.ask(PING, b"").result(SECONDS)
+            ends.left.send_request(PING, b"").result(SECONDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,11 +163,11 @@ def test_attachments_over_the_peers_limit_are_refused_before_they_are_sent(kind:
     with opened(kind, LinkSettings(max_message_bytes=100_000)) as ends:
         attachments = [Memory(bytes(60_000)), Memory(bytes(60_000))]
         with pytest.raises(errors.ResourceExhausted, match="exceeds the limit of 100000 bytes"):
-            ends.left.ask(PING, b"", attachments)
+            ends.left.send_request(PING, b"", attachments)
         # The limit is for one message, not for all that are on their way.
-        pendings = [ends.left.ask(PING, b"", attachments[:1]) for _ in range(5)]
-        for pending in pendings:
-            assert attachments_of(pending) == [bytes(60_000)]
+        futures = [ends.left.send_request(PING, b"", attachments[:1]) for _ in range(5)]
+        for future in futures:
+            assert attachments_of(future) == [bytes(60_000)]
 
 
 # -- cancelling
@@ -175,42 +175,42 @@ def test_attachments_over_the_peers_limit_are_refused_before_they_are_sent(kind:
 
 def test_a_question_that_was_cancelled_before_is_not_waited_for(ends: Ends) -> None:
     ends.there.answer = Held()
-    pending = Pending()
-    assert pending.cancel()
-    assert ends.left.ask(PING, b"", pending=pending) is pending
-    assert pending.cancelled()
+    future = ResponseFuture()
+    assert future.cancel()
+    assert ends.left.send_request(PING, b"", future=future) is future
+    assert future.cancelled()
     assert ends.left._asked == {}  # type: ignore[attr-defined]
 
 
 def test_cancelling_reaches_the_other_end(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"")
-    (exchange,) = held.wait()
+    future = ends.left.send_request(PING, b"")
+    (server_call,) = held.wait()
     told = threading.Event()
-    exchange.when_cancelled(told.set)
-    assert not exchange.cancelled
-    assert pending.cancel()
+    server_call.when_cancelled(told.set)
+    assert not server_call.cancelled
+    assert future.cancel()
     assert told.wait(SECONDS)
-    assert exchange.cancelled
+    assert server_call.cancelled
     at_once = threading.Event()
-    exchange.when_cancelled(at_once.set)
+    server_call.when_cancelled(at_once.set)
     assert at_once.is_set()
     with pytest.raises(CancelledError):
-        pending.result(0)
-    exchange.reply(b"too late")
-    ends.there.answer = lambda exchange: exchange.reply(b"the link goes on")
-    assert body_of(ends.left.ask(PING, b"")) == b"the link goes on"
+        future.result(0)
+    server_call.respond(b"too late")
+    ends.there.answer = lambda server_call: server_call.respond(b"the link goes on")
+    assert body_of(ends.left.send_request(PING, b"")) == b"the link goes on"
 
 
 def test_a_callback_that_was_taken_back_is_not_called(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"")
-    (exchange,) = held.wait()
+    future = ends.left.send_request(PING, b"")
+    (server_call,) = held.wait()
     called: list[str] = []
     told = threading.Event()
-    exchange.when_cancelled(lambda: called.append("taken back"))()
-    exchange.when_cancelled(told.set)
-    pending.cancel()
+    server_call.when_cancelled(lambda: called.append("taken back"))()
+    server_call.when_cancelled(told.set)
+    future.cancel()
     assert told.wait(SECONDS)
     assert called == []
 
@@ -219,55 +219,55 @@ def test_one_failing_callback_keeps_no_other_from_being_called(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"")
-    (exchange,) = held.wait()
+    future = ends.left.send_request(PING, b"")
+    (server_call,) = held.wait()
     told = threading.Event()
-    exchange.when_cancelled(lambda: 1 / 0)
-    exchange.when_cancelled(told.set)
-    pending.cancel()
+    server_call.when_cancelled(lambda: 1 / 0)
+    server_call.when_cancelled(told.set)
+    future.cancel()
     assert told.wait(SECONDS)
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_cancelling_after_the_answer_changes_nothing(ends: Ends) -> None:
-    pending = ends.left.ask(PING, b"answer")
-    assert body_of(pending) == b"answer"
-    assert not pending.cancel()
-    assert body_of(pending) == b"answer"
+    future = ends.left.send_request(PING, b"answer")
+    assert body_of(future) == b"answer"
+    assert not future.cancel()
+    assert body_of(future) == b"answer"
 
 
 def test_cancelling_twice_is_cancelling_once(ends: Ends) -> None:
     ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"")
-    assert pending.cancel()
-    assert pending.cancel()
+    future = ends.left.send_request(PING, b"")
+    assert future.cancel()
+    assert future.cancel()
 
 
 def test_those_who_wait_for_several_notice_a_cancelled_one(ends: Ends) -> None:
     ends.there.answer = Held()
-    pendings = [ends.left.ask(PING, b"") for _ in range(3)]
-    waiting = threading.Thread(target=lambda: [pending.cancel() for pending in pendings])
+    futures = [ends.left.send_request(PING, b"") for _ in range(3)]
+    waiting = threading.Thread(target=lambda: [future.cancel() for future in futures])
     waiting.start()
-    assert set(as_completed(pendings, timeout=SECONDS)) == set(pendings)
+    assert set(as_completed(futures, timeout=SECONDS)) == set(futures)
     waiting.join()
 
 
 def test_cancelling_amid_a_transfer_drops_it_at_both_ends(ends: Ends) -> None:
-    pending = ends.left.ask(PING, b"large", [Memory(bytes(64 << 20))])
-    assert pending.cancel()
-    assert body_of(ends.left.ask(PING, b"small", [Memory(bytes(1 << 20))])) == b"small"
+    future = ends.left.send_request(PING, b"large", [Memory(bytes(64 << 20))])
+    assert future.cancel()
+    assert body_of(ends.left.send_request(PING, b"small", [Memory(bytes(1 << 20))])) == b"small"
     assert b"large" not in ends.there.asked
     assert streams_of(ends.right).inbound.held == 0
 
 
 def test_an_answer_nobody_waits_for_is_not_carried_to_its_end(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"")
-    (exchange,) = held.wait()
-    exchange.reply(b"", [Memory(bytes(64 << 20))])
-    pending.cancel()
-    ends.there.answer = lambda exchange: exchange.reply(b"next", [Memory(bytes(100_000))])
-    assert body_of(ends.left.ask(PING, b"")) == b"next"
+    future = ends.left.send_request(PING, b"")
+    (server_call,) = held.wait()
+    server_call.respond(b"", [Memory(bytes(64 << 20))])
+    future.cancel()
+    ends.there.answer = lambda server_call: server_call.respond(b"next", [Memory(bytes(100_000))])
+    assert body_of(ends.left.send_request(PING, b"")) == b"next"
     assert streams_of(ends.left).inbound.held == 0
 
 
@@ -276,18 +276,18 @@ def test_an_answer_nobody_waits_for_is_not_carried_to_its_end(ends: Ends) -> Non
 
 def test_a_question_fails_when_its_time_runs_out(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"", timeout=0.05)
+    future = ends.left.send_request(PING, b"", timeout=0.05)
     with pytest.raises(errors.DeadlineExceeded, match=r"did not answer within 0\.05 s"):
-        pending.result(SECONDS)
-    (exchange,) = held.wait()
+        future.result(SECONDS)
+    (server_call,) = held.wait()
     told = threading.Event()
-    exchange.when_cancelled(told.set)
+    server_call.when_cancelled(told.set)
     assert told.wait(SECONDS)
 
 
 def test_an_answer_in_time_stops_the_clock(ends: Ends) -> None:
-    pending = ends.left.ask(PING, b"in time", timeout=SECONDS)
-    assert body_of(pending) == b"in time"
+    future = ends.left.send_request(PING, b"in time", timeout=SECONDS)
+    assert body_of(future) == b"in time"
 
 
 # -- ending
@@ -296,9 +296,9 @@ def test_an_answer_in_time_stops_the_clock(ends: Ends) -> None:
 def test_closing_fails_the_questions_of_both_ends(ends: Ends) -> None:
     held = ends.there.answer = Held()
     ends.here.answer = Held()
-    mine = ends.left.ask(PING, b"")
-    (exchange,) = held.wait()
-    theirs = ends.right.ask(PING, b"")
+    mine = ends.left.send_request(PING, b"")
+    (server_call,) = held.wait()
+    theirs = ends.right.send_request(PING, b"")
     ended = threading.Event()
     ends.right.when_ended(lambda link: ended.set())
     ends.left.close()
@@ -307,9 +307,9 @@ def test_closing_fails_the_questions_of_both_ends(ends: Ends) -> None:
     with pytest.raises(errors.LinkClosed, match="here ended the link"):
         theirs.result(SECONDS)
     assert ended.wait(SECONDS)
-    assert exchange.cancelled
+    assert server_call.cancelled
     with pytest.raises(errors.LinkClosed):
-        ends.left.ask(PING, b"")
+        ends.left.send_request(PING, b"")
     assert isinstance(ends.left.ended, errors.LinkClosed)
     ends.left.close()
 
@@ -324,31 +324,31 @@ def test_closing_from_the_other_end_is_noticed(ends: Ends) -> None:
 
 def test_closing_first_sends_what_waits(ends: Ends) -> None:
     for number in range(100):
-        ends.left.ask(PING, str(number).encode())
+        ends.left.send_request(PING, str(number).encode())
     ends.left.close()
     ends.there.wait_until_asked(100)
 
 
 def test_aborting_fails_with_the_error_given(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"")
+    future = ends.left.send_request(PING, b"")
     held.wait()
     ends.left.abort(errors.WorkerLost("made up"))
     with pytest.raises(errors.WorkerLost, match="made up"):
-        pending.result(SECONDS)
+        future.result(SECONDS)
     with pytest.raises(errors.WorkerLost, match="made up"):
-        ends.left.ask(PING, b"")
+        ends.left.send_request(PING, b"")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_aborts_is_lost_to_the_other(kind: str) -> None:
     with opened(kind, LinkSettings(lease=0.1, connect_timeout=SECONDS)) as ends:
         ends.here.answer = Held()
-        pending = ends.right.ask(PING, b"")
+        future = ends.right.send_request(PING, b"")
         ends.here.wait_until_asked()
         ends.left.abort(errors.WorkerLost("made up"))
         with pytest.raises(errors.WorkerLost):
-            pending.result(SECONDS)
+            future.result(SECONDS)
 
 
 def test_those_who_come_after_the_end_are_told_at_once(ends: Ends) -> None:
@@ -366,39 +366,39 @@ CHUNK = 1 << 16
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK - 1, 1_000_003])
 def test_an_attachment_arrives_bit_for_bit_both_ways(ends: Ends, size: int) -> None:
     content = np.random.default_rng(size).bytes(size)
-    pending = ends.left.ask(PING, b"body", [Memory(content)])
-    assert attachments_of(pending) == [content]
-    assert body_of(pending) == b"body"
-    assert attachments_of(ends.right.ask(PING, b"", [Memory(content)])) == [content]
+    future = ends.left.send_request(PING, b"body", [Memory(content)])
+    assert attachments_of(future) == [content]
+    assert body_of(future) == b"body"
+    assert attachments_of(ends.right.send_request(PING, b"", [Memory(content)])) == [content]
 
 
 def test_attachments_keep_their_order(ends: Ends) -> None:
     contents = [bytes([number]) * size for number, size in enumerate((5, 0, 300_000, 1, 70_000))]
-    pending = ends.left.ask(PING, b"", [Memory(content) for content in contents])
-    assert attachments_of(pending) == contents
+    future = ends.left.send_request(PING, b"", [Memory(content) for content in contents])
+    assert attachments_of(future) == contents
 
 
 def test_attachments_can_be_written_to_by_who_receives_them(ends: Ends) -> None:
-    (attachment,) = ends.left.ask(PING, b"", [Memory(bytes(10))]).result(SECONDS).attachments
+    (attachment,) = ends.left.send_request(PING, b"", [Memory(bytes(10))]).result(SECONDS).attachments
     attachment[:] = 7
     assert attachment.tobytes() == bytes([7]) * 10
 
 
 def test_many_messages_with_attachments_are_in_flight_both_ways(ends: Ends) -> None:
     contents = [np.random.default_rng(seed).bytes(200_000) for seed in range(20)]
-    lefts = [ends.left.ask(PING, b"", [Memory(content)]) for content in contents]
-    rights = [ends.right.ask(PING, b"", [Memory(content)]) for content in contents]
-    assert [attachments_of(pending) for pending in lefts] == [[content] for content in contents]
-    assert [attachments_of(pending) for pending in rights] == [[content] for content in contents]
+    lefts = [ends.left.send_request(PING, b"", [Memory(content)]) for content in contents]
+    rights = [ends.right.send_request(PING, b"", [Memory(content)]) for content in contents]
+    assert [attachments_of(future) for future in lefts] == [[content] for content in contents]
+    assert [attachments_of(future) for future in rights] == [[content] for content in contents]
 
 
 def test_a_large_transfer_does_not_hold_up_small_messages(ends: Ends) -> None:
-    large = ends.left.ask(PING, b"large", [Memory(bytes(128 << 20))])
+    large = ends.left.send_request(PING, b"large", [Memory(bytes(128 << 20))])
     for _ in range(5):
-        assert body_of(ends.left.ask(PING, b"small")) == b"small"
-        assert body_of(ends.right.ask(PING, b"small")) == b"small"
+        assert body_of(ends.left.send_request(PING, b"small")) == b"small"
+        assert body_of(ends.right.send_request(PING, b"small")) == b"small"
     assert not large.done()
-    assert body_of(ends.left.ask(PING, b"medium", [Memory(bytes(1 << 20))])) == b"medium"
+    assert body_of(ends.left.send_request(PING, b"medium", [Memory(bytes(1 << 20))])) == b"medium"
     assert not large.done()
     assert body_of(large) == b"large"
 
@@ -407,8 +407,8 @@ def test_what_is_modified_while_being_sent_is_never_used(ends: Ends) -> None:
     torn, sound = Memory(bytes(1 << 20)), Memory(bytes(1 << 20))
     torn.modify(errors.Unencodable("a tensor was modified in place while being sent"))
     with pytest.raises(errors.Unencodable, match="modified in place"):
-        ends.left.ask(PING, b"torn", [sound, torn, sound]).result(SECONDS)
-    assert body_of(ends.left.ask(PING, b"sound", [sound])) == b"sound"
+        ends.left.send_request(PING, b"torn", [sound, torn, sound]).result(SECONDS)
+    assert body_of(ends.left.send_request(PING, b"sound", [sound])) == b"sound"
     assert ends.there.asked == [b"sound"]
     assert streams_of(ends.right).inbound.held == 0
 
@@ -416,11 +416,11 @@ def test_what_is_modified_while_being_sent_is_never_used(ends: Ends) -> None:
 def test_an_answer_that_is_modified_while_being_sent_becomes_an_error(ends: Ends) -> None:
     torn, sound = Memory(bytes(1 << 20)), Memory(bytes(1 << 20))
     torn.modify(errors.Unencodable("a tensor was modified in place while being sent"))
-    ends.there.answer = lambda exchange: exchange.reply(b"", [sound, torn, sound])
+    ends.there.answer = lambda server_call: server_call.respond(b"", [sound, torn, sound])
     with pytest.raises(errors.Unencodable, match="modified in place"):
-        ends.left.ask(PING, b"").result(SECONDS)
-    ends.there.answer = lambda exchange: exchange.reply(b"", [sound])
-    assert attachments_of(ends.left.ask(PING, b"")) == [bytes(1 << 20)]
+        ends.left.send_request(PING, b"").result(SECONDS)
+    ends.there.answer = lambda server_call: server_call.respond(b"", [sound])
+    assert attachments_of(ends.left.send_request(PING, b"")) == [bytes(1 << 20)]
     assert streams_of(ends.left).inbound.held == 0
 
 
@@ -432,8 +432,8 @@ def test_an_attachment_that_cannot_be_read_fails_its_message_alone(
             raise OSError("the disk is gone")
 
     with pytest.raises(errors.InternalError, match="the disk is gone"):
-        ends.left.ask(PING, b"", [Unreadable(bytes(100))]).result(SECONDS)
-    assert body_of(ends.left.ask(PING, b"next")) == b"next"
+        ends.left.send_request(PING, b"", [Unreadable(bytes(100))]).result(SECONDS)
+    assert body_of(ends.left.send_request(PING, b"next")) == b"next"
 
 
 # -- memory
@@ -441,11 +441,11 @@ def test_an_attachment_that_cannot_be_read_fails_its_message_alone(
 
 def test_nothing_is_kept_of_what_is_over(ends: Ends) -> None:
     for _ in range(100):
-        ends.left.ask(PING, b"", [Memory(bytes(10))]).result(SECONDS)
+        ends.left.send_request(PING, b"", [Memory(bytes(10))]).result(SECONDS)
     left, right = ends.left, ends.right
     assert left._asked == right._asked == {}  # type: ignore[attr-defined]
     # Acknowledgements ride on what comes next; those of answers with attachments do not wait.
-    ends.left.ask(PING, b"").result(SECONDS)
+    ends.left.send_request(PING, b"").result(SECONDS)
     assert len(right._served) <= 1  # type: ignore[attr-defined]
     assert streams_of(left).inbound.held == streams_of(right).inbound.held == 0
 

@@ -78,7 +78,7 @@ def connected(detour: Detour) -> Iterator[GrpcLink]:
 def test_nobody_answers_there(detour: Detour) -> None:
     with connected(detour) as link:
         for _ in range(3):
-            assert attachments_of(link.ask(PING, b"", [Memory(bytes(200_000))])) == [bytes(200_000)]
+            assert attachments_of(link.send_request(PING, b"", [Memory(bytes(200_000))])) == [bytes(200_000)]
         assert link.connected
         assert len(detour.offers) == 1  # the first attempt was good
 
@@ -88,6 +88,6 @@ def test_a_client_that_comes_there_too_late_is_turned_away(detour: Detour) -> No
         overheard = pool.submit(detour.overhear)
         with connected(detour) as link:
             assert detour.bring(overheard.result(SECONDS)) == b""
-            assert attachments_of(link.ask(PING, b"", [Memory(bytes(200_000))])) == [bytes(200_000)]
+            assert attachments_of(link.send_request(PING, b"", [Memory(bytes(200_000))])) == [bytes(200_000)]
             assert link.connected
             assert len(detour.offers) == 1

@@ -13,7 +13,7 @@ from tests.conformance.proxy import Proxy
 from tests.conformance.test_links import PING, Held, attachments_of, body_of
 
 from gradwire import errors
-from gradwire.transport import Exchange, GrpcLink, LinkSettings
+from gradwire.transport import GrpcLink, LinkSettings, ServerCall
 
 
 @pytest.fixture(params=["grpc", "same-host"])
@@ -44,118 +44,118 @@ def cut(ends: Ends) -> None:
 def test_questions_asked_after_a_cut_are_answered(ends: Ends) -> None:
     for number in range(5):
         cut(ends)
-        assert body_of(ends.left.ask(PING, str(number).encode())) == str(number).encode()
-        assert body_of(ends.right.ask(PING, b"back")) == b"back"
-    assert ends.hub is not None
-    assert ends.hub.conversations == [ends.right]
+        assert body_of(ends.left.send_request(PING, str(number).encode())) == str(number).encode()
+        assert body_of(ends.right.send_request(PING, b"back")) == b"back"
+    assert ends.acceptor is not None
+    assert ends.acceptor.sessions == [ends.right]
 
 
 def test_a_question_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"once")
-    (exchange,) = held.wait()
+    future = ends.left.send_request(PING, b"once")
+    (server_call,) = held.wait()
     cut(ends)
     # Asked after it on the same stream, so it has come again by now.
-    ends.there.answer = lambda exchange: exchange.reply(b"")
-    ends.left.ask(PING, b"later").result(SECONDS)
-    exchange.reply(b"the answer")
-    assert body_of(pending) == b"the answer"
+    ends.there.answer = lambda server_call: server_call.respond(b"")
+    ends.left.send_request(PING, b"later").result(SECONDS)
+    server_call.respond(b"the answer")
+    assert body_of(future) == b"the answer"
     assert ends.there.asked == [b"once", b"later"]
 
 
 def test_a_question_of_the_other_end_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
     held = ends.here.answer = Held()
-    pending = ends.right.ask(PING, b"once")
-    (exchange,) = held.wait()
+    future = ends.right.send_request(PING, b"once")
+    (server_call,) = held.wait()
     cut(ends)
-    exchange.reply(b"the answer")
-    assert body_of(pending) == b"the answer"
+    server_call.respond(b"the answer")
+    assert body_of(future) == b"the answer"
     assert ends.here.asked == [b"once"]
 
 
 def test_whoever_answers_may_wait_for_the_same_link_during_a_cut(ends: Ends) -> None:
     held = ends.there.answer = Held()
 
-    def answer(exchange: Exchange) -> None:
+    def answer(server_call: ServerCall) -> None:
         def ask_back() -> None:
-            exchange.reply(body_of(ends.left.ask(PING, b"back")))
+            server_call.respond(body_of(ends.left.send_request(PING, b"back")))
 
-        if exchange.may_run_here():
+        if server_call.may_run_here():
             ask_back()
         else:
             threading.Thread(target=ask_back).start()
 
     ends.here.answer = answer
-    pending = ends.right.ask(PING, b"")
+    future = ends.right.send_request(PING, b"")
     (asked_back,) = held.wait()
     cut(ends)
-    asked_back.reply(b"the answer")
-    assert body_of(pending) == b"the answer"
+    asked_back.respond(b"the answer")
+    assert body_of(future) == b"the answer"
 
 
 def test_an_answer_given_while_the_streams_are_cut_arrives(ends: Ends) -> None:
     held = ends.there.answer = Held()
-    pending = ends.left.ask(PING, b"", [Memory(bytes(100))])
-    (exchange,) = held.wait()
+    future = ends.left.send_request(PING, b"", [Memory(bytes(100))])
+    (server_call,) = held.wait()
     cut(ends)
-    exchange.reply(b"late", [Memory(b"x" * 300_000)])
-    assert attachments_of(pending) == [b"x" * 300_000]
+    server_call.respond(b"late", [Memory(b"x" * 300_000)])
+    assert attachments_of(future) == [b"x" * 300_000]
     assert len(ends.there.asked) == 1
 
 
 def test_a_cut_amid_a_large_transfer_costs_only_time(ends: Ends) -> None:
     content = bytes(range(256)) * (64 << 12)
-    pending = ends.left.ask(PING, b"large", [Memory(content)])
+    future = ends.left.send_request(PING, b"large", [Memory(content)])
     cut(ends)
-    assert attachments_of(pending) == [content]
+    assert attachments_of(future) == [content]
     assert ends.there.asked == [b"large"]
     assert ends.left._streams.inbound.held == 0  # type: ignore[attr-defined]
 
 
 def test_many_cuts_amid_many_questions_lose_and_repeat_nothing(ends: Ends) -> None:
     bodies = [str(number).encode() for number in range(300)]
-    pendings = []
+    futures = []
     for number, body in enumerate(bodies):
         attachments = [Memory(body * 50_000)] if number % 10 == 0 else []
-        pendings.append(ends.left.ask(PING, body, attachments))
+        futures.append(ends.left.send_request(PING, body, attachments))
         if number % 60 == 30:
             cut(ends)
-    assert [body_of(pending) for pending in pendings] == bodies
+    assert [body_of(future) for future in futures] == bodies
     assert sorted(ends.there.asked) == sorted(bodies)
 
 
-@pytest.mark.parametrize("asker", ["left", "right"])
-def test_what_was_sent_again_after_a_cut_is_let_go_of_when_it_has_arrived(ends: Ends, asker: str) -> None:
+@pytest.mark.parametrize("requester", ["left", "right"])
+def test_what_was_sent_again_after_a_cut_is_let_go_of_when_it_has_arrived(ends: Ends, requester: str) -> None:
     asking, asked, held = ends.left, ends.there, Held()
-    if asker == "right":
+    if requester == "right":
         asking, asked = ends.right, ends.here
     asked.answer = held
     question, answer = Memory(bytes(300_000)), Memory(bytes(300_000))
-    pending = asking.ask(PING, b"", [question])
-    (exchange,) = held.wait()
+    future = asking.send_request(PING, b"", [question])
+    (server_call,) = held.wait()
     cut(ends)
-    exchange.reply(b"", [answer])
-    assert attachments_of(pending) == [bytes(300_000)]
+    server_call.respond(b"", [answer])
+    assert attachments_of(future) == [bytes(300_000)]
     left = [weakref.ref(question), weakref.ref(answer)]
-    asked.answer = lambda exchange: exchange.reply(b"")
-    del question, answer, pending, exchange, held
-    asking.ask(PING, b"").result(SECONDS)  # acknowledges what came before it
+    asked.answer = lambda server_call: server_call.respond(b"")
+    del question, answer, future, server_call, held
+    asking.send_request(PING, b"").result(SECONDS)  # acknowledges what came before it
     eventually(lambda: [memory() for memory in left] == [None, None])
 
 
-@pytest.mark.parametrize("asker", ["left", "right"])
-def test_a_question_that_is_cancelled_during_a_cut_is_cancelled_there(ends: Ends, asker: str) -> None:
+@pytest.mark.parametrize("requester", ["left", "right"])
+def test_a_question_that_is_cancelled_during_a_cut_is_cancelled_there(ends: Ends, requester: str) -> None:
     asking, asked, held = ends.left, ends.there, Held()
-    if asker == "right":
+    if requester == "right":
         asking, asked = ends.right, ends.here
     asked.answer = held
     for _ in range(10):  # so that it is before new streams are there, some of the times
-        pending = asking.ask(PING, b"")
-        exchange = held.wait()[-1]
+        future = asking.send_request(PING, b"")
+        server_call = held.wait()[-1]
         cut(ends)
-        assert pending.cancel()
-        eventually(lambda exchange=exchange: exchange.cancelled)  # type: ignore[misc]
-        exchange.reply(b"")
+        assert future.cancel()
+        eventually(lambda server_call=server_call: server_call.cancelled)  # type: ignore[misc]
+        server_call.respond(b"")
 
 
 def test_a_deadline_runs_on_during_a_cut() -> None:
@@ -167,7 +167,7 @@ def test_a_deadline_runs_on_during_a_cut() -> None:
         proxy.open = False
         proxy.cut()
         with pytest.raises(errors.DeadlineExceeded):
-            link.ask(PING, b"", timeout=0.2).result(SECONDS)
+            link.send_request(PING, b"", timeout=0.2).result(SECONDS)
         link.close()
 
 
@@ -179,9 +179,9 @@ def test_the_network_comes_back() -> None:
         link.connect()
         proxy.open = False
         proxy.cut()
-        pending = link.ask(PING, b"patience", [Memory(bytes(200_000))])
+        future = link.send_request(PING, b"patience", [Memory(bytes(200_000))])
         proxy.open = True
-        assert attachments_of(pending) == [bytes(200_000)]
+        assert attachments_of(future) == [bytes(200_000)]
         assert proxy.connections >= 4
         link.close()
 
@@ -194,22 +194,22 @@ def test_what_was_kept_back_and_cannot_leave_takes_no_room() -> None:
     with serving(there, settings) as (_, address), Proxy(address) as proxy:
         link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
-        first = link.ask(PING, b"first", [Memory(bytes(200_000))])
+        first = link.send_request(PING, b"first", [Memory(bytes(200_000))])
         there.wait_until_asked()
-        kept_back = [link.ask(PING, b"kept back", [Memory(bytes(200_000))]) for _ in range(3)]
+        kept_back = [link.send_request(PING, b"kept back", [Memory(bytes(200_000))]) for _ in range(3)]
         proxy.open = False
         proxy.cut()
         eventually(lambda: not link.connected)
         assert first.cancel()
-        for pending in kept_back:
+        for future in kept_back:
             with pytest.raises(errors.ConnectFailed):
-                pending.result(SECONDS)
+                future.result(SECONDS)
         proxy.open = True
         eventually(lambda: link.connected)
-        (exchange,) = there.answer.exchanges  # type: ignore[attr-defined]
-        exchange.reply(b"")
+        (server_call,) = there.answer.server_calls  # type: ignore[attr-defined]
+        server_call.respond(b"")
         there.answer = echo
-        assert body_of(link.ask(PING, b"next", [Memory(bytes(200_000))])) == b"next"
+        assert body_of(link.send_request(PING, b"next", [Memory(bytes(200_000))])) == b"next"
         assert there.asked == [b"first", b"next"]
         link.close()
 
@@ -218,11 +218,11 @@ def test_who_stays_out_of_reach_is_lost_at_both_ends() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=0.4, lease=0.4)
     here, there = Node("here"), Node("there", Held())
     here.answer = Held()
-    with serving(there, settings) as (hub, address), Proxy(address) as proxy:
+    with serving(there, settings) as (acceptor, address), Proxy(address) as proxy:
         link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
-        (other,) = hub.conversations
-        mine, theirs = link.ask(PING, b""), other.ask(PING, b"")
+        (other,) = acceptor.sessions
+        mine, theirs = link.send_request(PING, b""), other.send_request(PING, b"")
         here.wait_until_asked()
         there.wait_until_asked()
         proxy.open = False
@@ -231,45 +231,45 @@ def test_who_stays_out_of_reach_is_lost_at_both_ends() -> None:
             mine.result(SECONDS)
         with pytest.raises(errors.WorkerLost, match=r"here was out of reach for 0.4 s"):
             theirs.result(SECONDS)
-        assert hub.conversations == []
-        assert there.answer.exchanges[0].cancelled  # type: ignore[attr-defined]
+        assert acceptor.sessions == []
+        assert there.answer.server_calls[0].cancelled  # type: ignore[attr-defined]
         link.close()
 
 
 def test_who_comes_back_after_the_lease_is_told_so() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS, lease=0.05)
     here, there = Node("here"), Node("there")
-    with serving(there, settings) as (hub, address), Proxy(address) as proxy:
+    with serving(there, settings) as (acceptor, address), Proxy(address) as proxy:
         link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
-        (other,) = hub.conversations
+        (other,) = acceptor.sessions
         forgotten = threading.Event()
         other.when_ended(lambda _: forgotten.set())
         proxy.open = False
         proxy.cut()
         assert forgotten.wait(SECONDS)
-        pending = link.ask(PING, b"must not run")
+        future = link.send_request(PING, b"must not run")
         proxy.open = True
         with pytest.raises(errors.WorkerLost, match="has dropped this client's lease"):
-            pending.result(SECONDS)
+            future.result(SECONDS)
         assert there.asked == []
-        assert hub.conversations == []
+        assert acceptor.sessions == []
         link.close()
 
 
 def test_who_was_restarted_is_another() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
     here, first, second = Node("here"), Node("there"), Node("there")
-    with serving(first, settings) as (_, address), serving(second, settings) as (hub, other_address):
+    with serving(first, settings) as (_, address), serving(second, settings) as (acceptor, other_address):
         with Proxy(address) as proxy:
             link = GrpcLink(proxy.address, here.identity, here.handle, settings)
             link.connect()
             host, _, port = other_address.rpartition(":")
             proxy._target = (host, int(port))
             proxy.cut()
-            pending = link.ask(PING, b"must not run")
+            future = link.send_request(PING, b"must not run")
             with pytest.raises(errors.WorkerLost, match="was restarted"):
-                pending.result(SECONDS)
+                future.result(SECONDS)
             assert first.asked == second.asked == []
-            assert hub.conversations == []
+            assert acceptor.sessions == []
             link.close()

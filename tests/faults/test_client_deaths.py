@@ -18,6 +18,7 @@ from tests.integration.daemons import DEADLINE, Daemon
 from tests.integration.forking import Forked
 
 import gradwire as gw
+from gradwire.peers.current import default_peer
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -33,7 +34,7 @@ def pair(module_launch: Launch) -> tuple[Daemon, Daemon]:
 def is_idle(worker: gw.RemoteWorker) -> bool:
     """Whether it holds and does nothing for anybody but whoever asks."""
     held = worker.inspect()
-    others = [context for context in held.contexts if context.owner != gw._node.default_node().identity.name]
+    others = [context for context in held.contexts if context.owner != default_peer().identity.name]
     return not held.calls and not others and len(held.clients) == 1
 
 

@@ -22,6 +22,7 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE, Daemon
 
 import gradwire as gw
+from gradwire.peers.current import default_peer
 
 LOST_AFTER = 1.0
 
@@ -192,7 +193,7 @@ def test_a_worker_that_dies_in_backward(launch: Launch, tmp_path: Path, number: 
             return str(error)  # not the error itself: its traceback keeps the graph
         return ""
 
-    running = gw._node.default_node().pool.submit(step)
+    running = default_peer().pool.submit(step)
     struck = victim.strike_when_marked()
     assert daemon.address in running.result(DEADLINE)
     check_window(struck)
@@ -247,7 +248,7 @@ def test_a_worker_that_dies_in_an_optimizer_step(
     optimizer = gw.optim.DistributedOptimizer(BlockingSGD, [model], lr=0.1)
     dying.block_in_step(str(victim.marker))
     model(torch.ones(3).double()).sum().backward()
-    step = gw._node.default_node().pool.submit(optimizer.step)
+    step = default_peer().pool.submit(optimizer.step)
     struck = victim.strike_when_marked()
     # They had agreed, and the other has stepped: the error says where the step was made, and where not.
     with pytest.raises(gw.StepTorn, match=daemon.address) as caught:
@@ -331,7 +332,7 @@ def test_a_death_in_a_chain(
     def step() -> None:
         worker.through(last.address, phase, x, str(marker)).sum().backward()
 
-    running = gw._node.default_node().pool.submit(step)
+    running = default_peer().pool.submit(step)
     struck = victim.strike_when_marked()
     with pytest.raises(gw.WorkerLost, match=victim.daemon.address):
         running.result(DEADLINE)

@@ -13,8 +13,9 @@ from tests.integration.conftest import Launch
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire.peers.current import default_peer
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import Pending
+from gradwire.transport import ResponseFuture
 
 MIDDLE = (
     SERVED
@@ -52,7 +53,7 @@ def test_a_worker_that_wakes_up_cannot_add_to_a_pass_that_is_over(launch: Launch
         return ""
 
     # The middle is stopped inside its backward, before it has propagated to the last.
-    running = gw._node.default_node().pool.submit(backward)
+    running = default_peer().pool.submit(backward)
     wait_for(marker.exists, "the backward in the middle")
     middle.signal(signal.SIGSTOP)
     assert middle.address in running.result(60)
@@ -76,14 +77,14 @@ def test_gradients_of_a_pass_that_is_over_are_refused(monkeypatch: pytest.Monkey
     with gws.Worker(double) as served, gw.connect(served.address) as worker:
         link = worker._link
         asked: list[bytes] = []
-        ask = link.ask
+        send_request = link.send_request
 
-        def remember(method: int, body: bytes, *args: Any, **kwargs: Any) -> Pending:
+        def remember(method: int, body: bytes, *args: Any, **kwargs: Any) -> ResponseFuture:
             if method == link_pb2.METHOD_PROPAGATE_GRADIENTS:
                 asked.append(body)
-            return ask(method, body, *args, **kwargs)
+            return send_request(method, body, *args, **kwargs)
 
-        monkeypatch.setattr(link, "ask", remember)
+        monkeypatch.setattr(link, "send_request", remember)
         x = torch.ones(3, requires_grad=True)
         loss = worker.double(x).sum()
         loss.backward(retain_graph=True)
@@ -91,4 +92,4 @@ def test_gradients_of_a_pass_that_is_over_are_refused(monkeypatch: pytest.Monkey
         # Until the worker hears of it with the next call, it cannot know.
         worker.double(x)
         with pytest.raises(gw.NotFound, match="is over"):
-            ask(link_pb2.METHOD_PROPAGATE_GRADIENTS, asked[0]).result(60)
+            send_request(link_pb2.METHOD_PROPAGATE_GRADIENTS, asked[0]).result(60)

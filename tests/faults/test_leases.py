@@ -19,8 +19,8 @@ from tests.integration.daemons import DEADLINE
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._node import Node
-from gradwire._workers import RemoteWorker
+from gradwire.api.workers import RemoteWorker
+from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.transport import LinkSettings
 
@@ -119,7 +119,7 @@ def test_a_client_that_comes_back_too_late_is_told(launch: Launch) -> None:
         proxy.refuse = True
         proxy.cut_all()
         # A node of its own: this one's lease would run on with any link of it.
-        observer = Node("observer")
+        observer = LocalPeer("observer")
         other = RemoteWorker(observer.place_for(daemon.address, LinkSettings()), "observer")
         wait_for(lambda: len(other.inspect().clients) == 1, "the lease running out")
         observer.close()
@@ -132,7 +132,7 @@ def test_a_client_that_comes_back_too_late_is_told(launch: Launch) -> None:
         assert torch.equal(x.grad, torch.ones(3).double())
 
 
-class Kept:
+class KeptResult:
     """Something that stays on a worker."""
 
     def number(self) -> int:
@@ -141,15 +141,15 @@ class Kept:
 
 def test_objects_of_clients_without_a_link_go_when_they_are_not_used() -> None:
     lease = 3.0  # longer than a busy machine may keep this process from running
-    with gws.Worker(Kept, lease=lease) as worker, grpc.insecure_channel(worker.address) as channel:
+    with gws.Worker(KeptResult, lease=lease) as worker, grpc.insecure_channel(worker.address) as channel:
         forward = channel.unary_unary("/gradwire.v1.Worker/ForwardWithAutograd")
 
         def call(function: str, target: value_pb2.RemoteRef | None = None) -> value_pb2.Value:
             request = autograd_pb2.ForwardWithAutogradRequest(function=function, target=target)
-            reply = forward(request.SerializeToString(), timeout=DEADLINE)
-            return autograd_pb2.ForwardWithAutogradReply.FromString(reply).result
+            response = forward(request.SerializeToString(), timeout=DEADLINE)
+            return autograd_pb2.ForwardWithAutogradResponse.FromString(response).result
 
-        ref = call("Kept").ref
+        ref = call("KeptResult").ref
         # Longer than the lease, since it is used.
         until = time.monotonic() + 1.5 * lease
         while time.monotonic() < until:
@@ -162,12 +162,12 @@ def test_objects_of_clients_without_a_link_go_when_they_are_not_used() -> None:
 def test_refs_in_a_reply_that_nobody_waits_for_are_released() -> None:
     started, go_on = threading.Event(), threading.Event()
 
-    def make() -> list[Kept]:
+    def make() -> list[KeptResult]:
         started.set()
         assert go_on.wait(DEADLINE)
-        return [Kept(), Kept()]
+        return [KeptResult(), KeptResult()]
 
-    with gws.Worker(make, Kept) as worker, gw.connect(worker.address) as handle:
+    with gws.Worker(make, KeptResult) as worker, gw.connect(worker.address) as handle:
         future = handle.call_async("make")
         assert started.wait(DEADLINE)
         assert future.cancel()

@@ -22,9 +22,9 @@ import gradwire_server as gws
 from gradwire import wire
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.transport import frames
-from gradwire.transport.room import Allowance
-from gradwire_server.execution import QueueLimits
-from gradwire_server.limits import HoldLimits
+from gradwire.transport.memory_budget import Quota
+from gradwire_server.serving.execution import QueueLimits
+from gradwire_server.serving.limits import HoldLimits
 
 Code = link_pb2.Error
 
@@ -80,17 +80,17 @@ class Ignorant:
 
     def __init__(self, address: str) -> None:
         self._node = random.getrandbits(63) + 1
-        self._link = RawLink(address, frames.envelope(hello_frame(node=self._node))).welcome()
+        self._link = RawLink(address, frames.envelope(hello_frame(peer=self._node))).welcome()
         self._asked = 0
 
-    def ask(self, function: str, *args: object, context: int | None = None) -> int:
+    def send_request(self, function: str, *args: object, context: int | None = None) -> int:
         """Calls a function, in one of its contexts if one is given. The number of the request."""
         encoder = wire.Encoder(attach_from=None)
         message = autograd_pb2.ForwardWithAutogradRequest(
             function=function, args=[encoder.value(arg, "argument") for arg in args]
         )
         if context is not None:
-            message.autograd.context.node = self._node
+            message.autograd.context.peer = self._node
             message.autograd.context.number = context
         self._asked += 1
         self._link.send(request(self._asked, message.SerializeToString()))
@@ -115,8 +115,8 @@ class Ignorant:
     def cancel(self, asked: int) -> None:
         self._link.send(link_pb2.Frame(cancel=link_pb2.Cancel(id=asked)))
 
-    def answers(self, count: int) -> list[link_pb2.Reply]:
-        return [self._link.reply() for _ in range(count)]
+    def answers(self, count: int) -> list[link_pb2.Response]:
+        return [self._link.respond() for _ in range(count)]
 
     def __enter__(self) -> Ignorant:
         return self
@@ -125,10 +125,10 @@ class Ignorant:
         self._link.__exit__()
 
 
-def check_refusal(reply: link_pb2.Reply, says: str) -> None:
-    assert reply.error.code == Code.CODE_RESOURCE_EXHAUSTED
-    assert says in reply.error.message
-    assert 0 < reply.error.retry_after_seconds <= 5
+def check_refusal(response: link_pb2.Response, says: str) -> None:
+    assert response.error.code == Code.CODE_RESOURCE_EXHAUSTED
+    assert says in response.error.message
+    assert 0 < response.error.retry_after_seconds <= 5
 
 
 @pytest.mark.parametrize(
@@ -141,18 +141,18 @@ def test_concurrent_calls(settings: dict[str, int], of_one: int, of_both: int) -
     with serving(gate, **settings) as worker:
         with Ignorant(worker.address) as first, Ignorant(worker.address) as second:
             for _ in range(10):
-                first.ask("pass_through")
+                first.send_request("pass_through")
             wait_for(lambda: worker._slots.unfinished == 10, "the calls coming in")
             wait_for(lambda: gate.entered == of_one, "as many as may run running")
             for _ in range(10):
-                second.ask("pass_through")
+                second.send_request("pass_through")
             wait_for(lambda: worker._slots.unfinished == 20, "the others' calls coming in")
             wait_for(lambda: gate.entered == of_both, "the others running")
             # All twenty are in, and each that may run was started when it came.
             assert worker._slots._running == of_both
             gate.open()
-            assert all(reply.WhichOneof("outcome") == "body" for reply in first.answers(10))
-            assert all(reply.WhichOneof("outcome") == "body" for reply in second.answers(10))
+            assert all(response.WhichOneof("outcome") == "body" for response in first.answers(10))
+            assert all(response.WhichOneof("outcome") == "body" for response in second.answers(10))
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,13 @@ def test_queued_calls(settings: dict[str, int], taken: int) -> None:
     with serving(gate, threads=1, **settings) as worker:
         with Ignorant(worker.address) as ignorant:
             for _ in range(20):
-                ignorant.ask("pass_through")
+                ignorant.send_request("pass_through")
             refused = ignorant.answers(20 - taken)
-            for reply in refused:
-                check_refusal(reply, "wait already")
-                assert reply.error.not_started
+            for response in refused:
+                check_refusal(response, "wait already")
+                assert response.error.not_started
             gate.open()
-            assert all(reply.WhichOneof("outcome") == "body" for reply in ignorant.answers(taken))
+            assert all(response.WhichOneof("outcome") == "body" for response in ignorant.answers(taken))
             assert gate.entered == taken
 
 
@@ -180,15 +180,15 @@ def test_one_who_was_turned_away_comes_before_one_who_came_later() -> None:
     with serving(gate, threads=1, max_queued_calls=1) as worker, ExitStack() as stack:
         served, early, late = (stack.enter_context(Ignorant(worker.address)) for _ in range(3))
         for _ in range(2):
-            served.ask("pass_through")
+            served.send_request("pass_through")
         wait_for(lambda: worker._slots.unfinished == 2, "the worker being full")
-        early.ask("pass_through")
+        early.send_request("pass_through")
         check_refusal(early.answers(1)[0], "wait already")
         with worker._slots._lock:
             worker._slots._limits = QueueLimits(threads=1, queued=2)  # there is room for one now
-        late.ask("pass_through")
+        late.send_request("pass_through")
         check_refusal(late.answers(1)[0], "wait already")
-        early.ask("pass_through")
+        early.send_request("pass_through")
         wait_for(lambda: worker._slots.unfinished == 3, "its call being taken")
 
 
@@ -206,12 +206,12 @@ def test_bytes_that_wait(settings: dict[str, int]) -> None:
         ignorant.ask_large("pass_through", 3 * MB)
         wait_for(lambda: worker._slots.unfinished == 2, "the second waiting")
         refused = [ignorant.ask_large("pass_through", 3 * MB) for _ in range(5)]
-        for asked, reply in zip(refused, ignorant.answers(5), strict=True):
-            assert reply.id == asked
-            check_refusal(reply, "bytes of large requests")
-            assert reply.error.not_started
+        for asked, response in zip(refused, ignorant.answers(5), strict=True):
+            assert response.id == asked
+            check_refusal(response, "bytes of large requests")
+            assert response.error.not_started
         gate.open()
-        assert all(reply.WhichOneof("outcome") == "body" for reply in ignorant.answers(2))
+        assert all(response.WhichOneof("outcome") == "body" for response in ignorant.answers(2))
         assert gate.entered == 2
         ignorant.ask_large("size_of", 3 * MB)
         assert ignorant.answers(1)[0].WhichOneof("outcome") == "body"
@@ -226,9 +226,9 @@ def test_bytes_that_never_come(settings: dict[str, int]) -> None:
             is_for_all = "max_bytes_in_flight" in settings
             for client in (ignorant, other) if is_for_all else (ignorant,):
                 asked = client.ask_large("size_of", 3 * MB)
-                (reply,) = client.answers(1)
-                assert reply.id == asked
-                check_refusal(reply, "bytes of large requests")
+                (response,) = client.answers(1)
+                assert response.id == asked
+                check_refusal(response, "bytes of large requests")
             ignorant.cancel(stalled)
             other.ask_large("size_of", 3 * MB, sent=1000)
             if not is_for_all:
@@ -252,10 +252,10 @@ def test_sizes_that_are_only_said_take_no_memory() -> None:
             with Ignorant(worker.address) as ignorant:
                 for transfer in range(1, count + 1):
                     ignorant.send(chunk(transfer, 0, declared, b"x"))
-                ignorant.ask("scaled", 1)
+                ignorant.send_request("scaled", 1)
                 assert ignorant.answers(1)[0].WhichOneof("outcome") == "body"  # behind the chunks
                 assert handle.inspect().resident_bytes - before < declared * count / 5
-            wait_for(lambda: len(worker._hub._sessions) == 1, "the client being gone")
+            wait_for(lambda: len(worker._acceptor._accepted) == 1, "the client being gone")
             assert handle.inspect().resident_bytes - before < declared * count / 5
 
 
@@ -264,7 +264,7 @@ def test_a_client_that_keeps_to_its_window_is_never_refused(
     settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = []
-    monkeypatch.setattr(Allowance, "refusal", lambda self: refused.append(self))
+    monkeypatch.setattr(Quota, "refusal", lambda self: refused.append(self))
     with serving(Gate(), threads=2, **settings) as worker, gw.connect(worker.address) as handle:
         # Some fit in together, one is more than all of it, and some come in several pieces.
         sizes = [3 * MB, 1 * MB, 1 * MB, 9 * MB, 100_000, 2 * MB] * 5
@@ -354,11 +354,11 @@ HELD = {
 def hold_one(client: Ignorant, what: str, number: int) -> None:
     """Makes the worker hold one more thing, of some ten thousand bytes if bytes are what matters."""
     if what == "contexts":
-        client.ask("scaled", 1, context=number)
+        client.send_request("scaled", 1, context=number)
     elif what == "bytes of results":
-        client.ask("scaled", 2500, context=1)
+        client.send_request("scaled", 2500, context=1)
     else:
-        client.ask("Thing", 2500 if what == "bytes of objects" else 1)
+        client.send_request("Thing", 2500 if what == "bytes of objects" else 1)
 
 
 @pytest.mark.parametrize("what", HELD)
@@ -367,13 +367,13 @@ def test_what_is_held_for_one_client(what: str) -> None:
         with Ignorant(worker.address) as ignorant, Ignorant(worker.address) as other:
             for number in range(1, 10):
                 hold_one(ignorant, what, number)
-                (reply,) = ignorant.answers(1)
+                (response,) = ignorant.answers(1)
                 if number <= 5:
-                    assert reply.WhichOneof("outcome") == "body", reply
+                    assert response.WhichOneof("outcome") == "body", response
                 else:
-                    check_refusal(reply, what.split()[0])
+                    check_refusal(response, what.split()[0])
                     # Nothing that others do makes room for it, so a client must not wait by itself.
-                    assert not reply.error.not_started
+                    assert not response.error.not_started
             hold_one(other, what, 1)
             assert other.answers(1)[0].WhichOneof("outcome") == "body"
 
@@ -388,9 +388,9 @@ def test_what_is_held_for_all(what: str) -> None:
                     assert (ignorant if number % 2 else other).answers(1)[0].WhichOneof("outcome") == "body"
                 for client in (ignorant, other):
                     hold_one(client, what, 9)
-                    (reply,) = client.answers(1)
-                    check_refusal(reply, what.split()[0])
-                    assert reply.error.not_started
+                    (response,) = client.answers(1)
+                    check_refusal(response, what.split()[0])
+                    assert response.error.not_started
             # One goes, and with its lease what was held for it: there is room again.
 
             def there_is_room() -> bool:
@@ -404,7 +404,7 @@ def test_unary_calls_are_told_when_to_come_again() -> None:
     gate = Gate()
     with serving(gate, threads=1, max_queued_calls=1) as worker, Ignorant(worker.address) as ignorant:
         for _ in range(2):
-            ignorant.ask("pass_through")
+            ignorant.send_request("pass_through")
         wait_for(lambda: worker._slots.unfinished == 2, "the worker being full")
         with grpc.insecure_channel(worker.address) as channel:
             body = autograd_pb2.ForwardWithAutogradRequest(function="pass_through").SerializeToString()

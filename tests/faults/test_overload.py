@@ -20,11 +20,11 @@ from tests.integration.daemons import DEADLINE, Daemon
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._node import Node
-from gradwire._workers import RemoteWorker
+from gradwire.api.workers import RemoteWorker
+from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport import LinkSettings
-from gradwire.transport.questions import Asked
+from gradwire.transport.calls import OutboundCall
 from gradwire.transport.window import Window
 
 SERVED = """
@@ -146,7 +146,7 @@ def test_a_call_that_finds_no_room_in_its_time_says_so(launch: Launch) -> None:
 
 def test_a_greedy_client_does_not_starve_a_modest_one(launch: Launch) -> None:
     daemon = launch(SERVED, "--threads", "1")
-    greedy, modest = Node("greedy"), Node("modest")
+    greedy, modest = LocalPeer("greedy"), LocalPeer("modest")
     try:
         hungry = RemoteWorker(greedy.place_for(daemon.address, LinkSettings()), "greedy")
         patient = RemoteWorker(modest.place_for(daemon.address, LinkSettings()), "modest")
@@ -236,7 +236,7 @@ def test_large_calls_are_kept_back_while_too_many_bytes_are_in_flight(
     admitted: list[bool] = []
     admits = Window.admits
 
-    def noted(window: Window, asked: Asked) -> bool:
+    def noted(window: Window, asked: OutboundCall) -> bool:
         admitted.append(admits(window, asked))
         return admitted[-1]
 

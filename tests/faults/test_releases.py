@@ -14,7 +14,7 @@ from tests.integration.daemons import DEADLINE
 
 import gradwire as gw
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import GrpcLink, Pending
+from gradwire.transport import GrpcLink, ResponseFuture
 
 SERVED = """
 import gradwire_server as gws
@@ -41,17 +41,17 @@ def test_releases_that_could_not_be_told_during_a_cut_are_told_after_it(
 ) -> None:
     daemon = launch(SERVED)
     refused = threading.Event()
-    ask = GrpcLink.ask
+    send_request = GrpcLink.send_request
 
-    def watched(link: GrpcLink, method: int, *args: object, **options: object) -> Pending:
+    def watched(link: GrpcLink, method: int, *args: object, **options: object) -> ResponseFuture:
         try:
-            return ask(link, method, *args, **options)  # type: ignore[arg-type]
+            return send_request(link, method, *args, **options)  # type: ignore[arg-type]
         except gw.ConnectFailed:
             if method == link_pb2.METHOD_CLEANUP_CONTEXT:
                 refused.set()
             raise
 
-    monkeypatch.setattr(GrpcLink, "ask", watched)
+    monkeypatch.setattr(GrpcLink, "send_request", watched)
     proxy = FaultyProxy(daemon.address)
     proxy.active = False
     with proxy.running(), gw.connect(daemon.address) as observer:

@@ -24,7 +24,7 @@ DEADLINE = 60.0
 
 def server_command(*args: str) -> list[str]:
     """The command line of ``gradwire-server`` with the interpreter that runs the tests."""
-    return [sys.executable, "-m", "gradwire_server.cli", *args]
+    return [sys.executable, "-m", "gradwire_server.daemon.cli", *args]
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
@@ -59,7 +59,7 @@ class Daemon:
         self._ended = False
         self._changed = threading.Condition()
         self.process = Forked(
-            "gradwire_server.cli",
+            "gradwire_server.daemon.cli",
             ["serve", *args, "--log-format", "json"],
             cwd=cwd,
             env=_environment(env),

@@ -25,8 +25,8 @@ _processes.set_forkserver_preload(
     [
         "gradwire._public",
         "gradwire_server.worker",
-        "gradwire_server.loading",
-        "gradwire_server.cli",
+        "gradwire_server.daemon.loading",
+        "gradwire_server.daemon.cli",
         "gradwire.cli",
     ]
 )

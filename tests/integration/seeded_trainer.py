@@ -70,7 +70,7 @@ class _Told:
     def connect(self, address: str) -> int:
         self._module = gw.connect(address).get("shared")
         self._optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [self._module], lr=1.0)
-        return gw.current_context().id.node
+        return gw.current_context().id.peer
 
     def backward(self) -> None:
         (self._module(torch.ones(())) * self._factor).backward()

@@ -100,13 +100,13 @@ def test_a_function_keeps_only_the_calls_that_are_in_flight() -> None:
     seen: list[int] = []
 
     def busy(target: str) -> None:
-        from gradwire._scope import current_scope
+        from gradwire.runtime.scope import current_scope
 
-        exchange = current_scope().exchange
+        server_call = current_scope().server_call
         other = gw.connect(target)
         for _ in range(50):
             other.call("leaf")
-        seen.append(len(exchange._when_cancelled))  # type: ignore[union-attr]
+        seen.append(len(server_call._when_cancelled))  # type: ignore[union-attr]
 
     def leaf() -> int:
         return 1

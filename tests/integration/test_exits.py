@@ -17,6 +17,7 @@ from tests.integration.unstopped import Named, double, wait_until_cancelled
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire.peers.current import default_peer
 
 ROOT = Path(__file__).parents[2]
 EXIT_CODES = {"end": 0, "exception": 1, "sys.exit": 3, "interrupt": -signal.SIGINT}
@@ -76,7 +77,7 @@ def test_a_process_with_a_worker_that_was_not_stopped_ends(how: str) -> None:
                 waiting += [worker.call_async(function) for function in ("sleep", "compute")]
                 x = torch.ones(2, requires_grad=True)
                 y = worker.backward_that_computes(x)
-                waiting.append(gw._node.default_node().pool.submit(y.sum().backward))
+                waiting.append(default_peer().pool.submit(y.sum().backward))
                 assert worker.double(21) == 42  # so they have begun
         errors = told_to_end(process, how)
         assert_is_quiet(errors, how)

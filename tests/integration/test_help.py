@@ -16,13 +16,13 @@ import typer
 from tests.integration.daemons import DEADLINE
 
 import gradwire.cli
-import gradwire_server.cli
+import gradwire_server.daemon.cli
 from gradwire.transport import LinkSettings
-from gradwire_server import config
-from gradwire_server.limits import HoldLimits
+from gradwire_server.daemon import config
+from gradwire_server.serving.limits import HoldLimits
 from gradwire_server.worker import Worker
 
-APPS = {"gradwire.cli": gradwire.cli.app, "gradwire_server.cli": gradwire_server.cli.app}
+APPS = {"gradwire.cli": gradwire.cli.app, "gradwire_server.daemon.cli": gradwire_server.daemon.cli.app}
 PAGES = [
     (module, command) for module, app in APPS.items() for command in ("", *typer.main.get_group(app).commands)
 ]
@@ -41,7 +41,8 @@ print("loaded:", *(name for name in {heavy} if name in sys.modules))
 
 
 @pytest.mark.parametrize(
-    ("module", "command"), [*PAGES, ("gradwire.cli", "--version"), ("gradwire_server.cli", "--version")]
+    ("module", "command"),
+    [*PAGES, ("gradwire.cli", "--version"), ("gradwire_server.daemon.cli", "--version")],
 )
 def test_help_and_version_load_nothing_that_takes_long(module: str, command: str) -> None:
     words = [command] if command.startswith("--") else [*command.split(), "--help"]
@@ -97,7 +98,7 @@ def test_a_terminal_of_80_columns_shows_every_option_whole(module: str, command:
 
 
 def test_sizes_are_shown_as_people_write_them() -> None:
-    page = in_terminal(80, sys.executable, "-m", "gradwire_server.cli", "serve", "--help")
+    page = in_terminal(80, sys.executable, "-m", "gradwire_server.daemon.cli", "serve", "--help")
     assert not re.search(r"\d{8}", page)
     text = " ".join(page.split())
     for flag, size in (("--max-held-bytes", "1TiB"), ("--max-shared-bytes", "4GiB")):
@@ -110,7 +111,7 @@ def test_a_size_as_it_is_shown_is_taken_for_the_same(size: int) -> None:
 
 
 def test_the_command_line_has_the_defaults_of_the_worker() -> None:
-    options = inspect.signature(gradwire_server.cli.serve).parameters
+    options = inspect.signature(gradwire_server.daemon.cli.serve).parameters
     worker = inspect.signature(Worker).parameters
     for name in options.keys() & worker.keys() - {"bind"}:
         assert options[name].default == worker[name].default, name

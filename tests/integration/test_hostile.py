@@ -19,7 +19,7 @@ import gradwire as gw
 import gradwire_server as gws
 from gradwire.proto.v1 import autograd_pb2, link_pb2, tensor_pb2, value_pb2
 from gradwire.transport import frames
-from gradwire_server import links
+from gradwire_server.serving import acceptor
 
 SECONDS = 20.0
 LINK = "/gradwire.v1.Worker/Link"
@@ -64,11 +64,11 @@ class RawLink:
                 return frame.goodbye.error
         raise AssertionError("the stream ended without a goodbye")
 
-    def reply(self) -> link_pb2.Reply:
+    def respond(self) -> link_pb2.Response:
         for frame in self.receive():
-            if frame.WhichOneof("kind") == "reply":
-                return frame.reply
-        raise AssertionError("the stream ended without a reply")
+            if frame.WhichOneof("kind") == "response":
+                return frame.response
+        raise AssertionError("the stream ended without a response")
 
     def __enter__(self) -> RawLink:
         return self
@@ -82,7 +82,7 @@ class RawLink:
 def hello_frame(**changes: Any) -> Frame:
     fields = {
         "protocol": 1,
-        "node": random.getrandbits(63) + 1,
+        "peer": random.getrandbits(63) + 1,
         "session": random.getrandbits(63) + 1,
         "name": "hostile",
         "role": link_pb2.Hello.ROLE_CONTROL,
@@ -209,13 +209,13 @@ HELLOS: dict[str, tuple[bytes, str]] = {
     "a request": (frames.envelope(request()), "must start with Hello"),
     "two frames": (frames.envelope(hello_frame()) * 2, "must start with Hello"),
     "another protocol": (frames.envelope(hello_frame(protocol=99)), "protocol 99 is not spoken here, only 1"),
-    "no node": (frames.envelope(hello_frame(node=0)), "must name a node"),
-    "no session": (frames.envelope(hello_frame(session=0)), "must name a node"),
-    "no role": (frames.envelope(hello_frame(role=0)), "must name a node"),
-    "a role from the future": (frames.envelope(hello_frame(role=9)), "must name a node"),
+    "no peer": (frames.envelope(hello_frame(peer=0)), "must name a peer"),
+    "no session": (frames.envelope(hello_frame(session=0)), "must name a peer"),
+    "no role": (frames.envelope(hello_frame(role=0)), "must name a peer"),
+    "a role from the future": (frames.envelope(hello_frame(role=9)), "must name a peer"),
     "bulk without control": (
         frames.envelope(hello_frame(role=link_pb2.Hello.ROLE_BULK)),
-        "a conversation that is not open",
+        "a session that is not open",
     ),
 }
 
@@ -234,12 +234,12 @@ def fail_request(address: str, name: str) -> None:
         for id, content in enumerate(attachments, 1):
             link.send(chunk(id, 0, len(content), content))
         link.send(request(1, body, transfers=range(1, len(attachments) + 1)))
-        reply = link.reply()
-        assert reply.error.code == code, reply
-        assert reply.error.message
+        response = link.respond()
+        assert response.error.code == code, response
+        assert response.error.message
         # The link goes on.
         link.send(request(2, b"", link_pb2.METHOD_PING))
-        assert link.reply().id == 2
+        assert link.respond().id == 2
 
 
 def refuse_hello(address: str, name: str) -> None:
@@ -306,7 +306,7 @@ def readers() -> int:
 def test_nothing_is_kept_of_hostile_clients(worker: gws.Worker) -> None:
     for attack, name in ATTACKS:
         attack(worker.address, name)
-    eventually(lambda: worker._hub._sessions == {})
+    eventually(lambda: worker._acceptor._accepted == {})
     eventually(lambda: readers() == 0)
     assert worker._slots.unfinished == 0
     with gw.connect(worker.address) as handle:
@@ -318,12 +318,12 @@ def test_a_client_that_vanishes_amid_a_transfer_is_forgotten(worker: gws.Worker)
         link.send(chunk(1, 0, 1 << 30, bytes(1 << 20)))
         link.send(request(1, attachment(1 << 30), transfers=[1, 2]))
         eventually(lambda: held(worker) == 1 << 20)
-    eventually(lambda: worker._hub._sessions == {})
+    eventually(lambda: worker._acceptor._accepted == {})
     eventually(lambda: readers() == 0)
 
 
 def held(worker: gws.Worker) -> int:
-    return sum(session.streams.inbound.held for session in worker._hub._sessions.values())
+    return sum(accepted.streams.inbound.held for accepted in worker._acceptor._accepted.values())
 
 
 def test_thousands_of_early_cancellations_cost_nothing(worker: gws.Worker) -> None:
@@ -333,15 +333,15 @@ def test_thousands_of_early_cancellations_cost_nothing(worker: gws.Worker) -> No
         for id in range(1, 5001):
             link.send(request(id, attachment(), transfers=[id]))  # never run, and never waited for
         link.send(request(5001, b"", link_pb2.METHOD_PING))
-        assert link.reply().id == 5001
-        (session,) = worker._hub._sessions.values()
-        inbound = session.streams.inbound
+        assert link.respond().id == 5001
+        (accepted,) = worker._acceptor._accepted.values()
+        inbound = accepted.streams.inbound
         assert inbound.held == 0
         assert inbound._cancelled == inbound._unwanted == set()
 
 
 def test_cancellations_without_end_end_the_link(worker: gws.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.transport.inbound.Inbound.MAX_EXPECTED", 100)
+    monkeypatch.setattr("gradwire.transport.reassembly.Reassembler.MAX_EXPECTED", 100)
     with RawLink(worker.address).welcome() as link:
         for id in range(1, 200):
             link.send(Frame(cancel=link_pb2.Cancel(id=id)))
@@ -350,9 +350,9 @@ def test_cancellations_without_end_end_the_link(worker: gws.Worker, monkeypatch:
 
 def test_a_stream_that_says_nothing_is_cut_off(worker: gws.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        links, "call_later", lambda seconds, callback: call_later(min(seconds, 0.2), callback)
+        acceptor, "call_later", lambda seconds, callback: call_later(min(seconds, 0.2), callback)
     )
-    from gradwire.transport import call_later
+    from gradwire.system.timers import call_later
 
     with grpc.insecure_channel(worker.address) as channel:
         never: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -366,25 +366,25 @@ def test_a_stream_that_says_nothing_is_cut_off(worker: gws.Worker, monkeypatch: 
 
 def test_replies_acknowledgements_and_cancels_out_of_nowhere_are_ignored(worker: gws.Worker) -> None:
     with RawLink(worker.address).welcome() as link:
-        link.send(Frame(reply=link_pb2.Reply(id=77, body=b"for nobody")))
-        link.send(Frame(reply=link_pb2.Reply(id=78, transfers=[1, 2], body=b"for nobody")))
+        link.send(Frame(response=link_pb2.Response(id=77, body=b"for nobody")))
+        link.send(Frame(response=link_pb2.Response(id=78, transfers=[1, 2], body=b"for nobody")))
         link.send(Frame(acknowledge=link_pb2.Acknowledge(ids=[1, 2, 1 << 63])))
         link.send(request(1, b"", link_pb2.METHOD_PING))
-        assert link.reply().id == 1
+        assert link.respond().id == 1
         link.send(Frame(cancel=link_pb2.Cancel(id=1)))
         link.send(request(2, b"", 77))
-        assert link.reply().error.code == Code.CODE_PROTOCOL
+        assert link.respond().error.code == Code.CODE_PROTOCOL
 
 
 def test_a_name_that_is_no_name_is_made_one(worker: gws.Worker) -> None:
     with RawLink(worker.address, frames.envelope(hello_frame(name="\x1b[31m\n" * 1000))).welcome():
-        (conversation,) = worker._hub.conversations
-        assert conversation.peer.name.isprintable()
-        assert len(conversation.peer.name) <= 100
+        (session,) = worker._acceptor.sessions
+        assert session.peer.name.isprintable()
+        assert len(session.peer.name) <= 100
 
 
 def test_an_attempt_that_was_superseded_is_refused(worker: gws.Worker) -> None:
-    ids = {"node": 5, "session": 6}
+    ids = {"peer": 5, "session": 6}
     with RawLink(worker.address, frames.envelope(hello_frame(**ids, attempt=2))).welcome():
         with RawLink(worker.address, frames.envelope(hello_frame(**ids, attempt=2))) as again:
             assert "superseded" in again.farewell().message
@@ -413,7 +413,7 @@ def test_random_bytes_do_no_harm(worker: gws.Worker) -> None:
                 link.send(bytes(mutated))
     with gw.connect(worker.address) as handle:
         assert handle.double(21) == 42
-    eventually(lambda: worker._hub._sessions == {})
+    eventually(lambda: worker._acceptor._accepted == {})
 
 
 def test_values_that_lie_about_their_type_are_refused(worker: gws.Worker) -> None:
@@ -430,4 +430,4 @@ def test_values_that_lie_about_their_type_are_refused(worker: gws.Worker) -> Non
         message = autograd_pb2.ForwardWithAutogradRequest(function="echo", args=[value])
         with RawLink(worker.address).welcome() as link:
             link.send(request(1, message.SerializeToString()))
-            assert link.reply().error.code == code, value
+            assert link.respond().error.code == code, value

@@ -18,7 +18,7 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE
 
 import gradwire as gw
-from gradwire.transport import MeetingPoint, same_host
+from gradwire.transport import LocalListener, same_host
 
 MIB = 1 << 20
 
@@ -155,7 +155,7 @@ def test_a_stopped_worker_is_lost_and_a_woken_one_is_found_again(launch: Launch)
 
 def test_a_stranger_gets_nowhere() -> None:
     met: list[object] = []
-    point = MeetingPoint.open(lambda purpose, connection: met.append((purpose, connection.close())))
+    point = LocalListener.open(lambda purpose, connection: met.append((purpose, connection.close())))
     assert point is not None
     try:
         offer = point.offer("purpose", "unix:")
@@ -177,7 +177,7 @@ def test_a_stranger_gets_nowhere() -> None:
 
 def test_a_client_that_has_given_up_when_it_is_greeted_is_not_met() -> None:
     met: list[object] = []
-    point = MeetingPoint.open(lambda purpose, connection: met.append(purpose))
+    point = LocalListener.open(lambda purpose, connection: met.append(purpose))
     assert point is not None
     try:
         client, accepted = socket.socketpair(socket.AF_UNIX)

@@ -20,8 +20,8 @@ from tests.integration.seeded_trainer import Trainer
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._node import Node
-from gradwire_server.execution import Slots
+from gradwire.peers.local import LocalPeer
+from gradwire_server.serving.execution import Slots
 
 SHARED = """
 import random, numpy, torch
@@ -96,7 +96,7 @@ def test_workers_whose_modules_seed_alike_can_call_one_another(launch: Launch) -
     first, second = launch(SHARED), launch(SHARED)
     x = torch.ones(3, requires_grad=True)
     workers = gw.connect([first.address, second.address])
-    assert len({worker._link.peer.node for worker in workers}) == 2
+    assert len({worker._link.peer.id for worker in workers}) == 2
     with workers[0] as worker, workers[1]:
         worker.relay(second.address, x).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
@@ -289,7 +289,7 @@ def test_nodes_and_links_of_one_seed_have_ids_of_their_own() -> None:
     identities = set()
     for _ in range(3):
         with seeded(0):
-            node = Node()
-        identities.add(node.identity.node)
+            node = LocalPeer()
+        identities.add(node.identity.id)
         node.close()
     assert len(identities) == 3

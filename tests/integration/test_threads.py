@@ -21,7 +21,7 @@ def gradwire_threads() -> set[str]:
         f"{thread.name} {thread.ident}"
         for thread in threading.enumerate()
         # Those two serve the whole process, and end by themselves.
-        if thread.name.startswith("gradwire") and thread.name not in ("gradwire-timers", "gradwire-lookout")
+        if thread.name.startswith("gradwire") and thread.name not in ("gradwire-timers", "gradwire-watchdog")
     }
 
 
@@ -122,7 +122,7 @@ def test_clients_that_go_leave_no_thread_at_the_worker(workers: Workers) -> None
 
 
 def test_the_timers_thread_ends_when_there_is_nothing_to_wait_for() -> None:
-    from gradwire.transport.timers import _Clock
+    from gradwire.system.timers import _Clock
 
     clock = _Clock()
     clock.IDLE_SECONDS = 0.01  # type: ignore[misc]

@@ -19,7 +19,7 @@ import gradwire as gw
 import gradwire_server as gws
 from gradwire import wire
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
-from gradwire_server.unary import ERROR_METADATA
+from gradwire_server.serving.unary import ERROR_METADATA
 
 FORWARD = "/gradwire.v1.Worker/ForwardWithAutograd"
 DESCRIBE = "/gradwire.v1.Worker/Describe"
@@ -41,8 +41,8 @@ def forward(function: str, *args: object) -> bytes:
     return request.SerializeToString()
 
 
-def result(reply: bytes) -> object:
-    message = autograd_pb2.ForwardWithAutogradReply.FromString(reply)
+def result(response: bytes) -> object:
+    message = autograd_pb2.ForwardWithAutogradResponse.FromString(response)
     return wire.Decoder(message.tensors, ()).value(message.result, "result")
 
 
@@ -62,7 +62,7 @@ def test_a_client_that_knows_nothing_of_gradwire_calls_functions(workers: Worker
     results = json.loads(done.stdout)
     assert results["add"] == 42
     assert results["double"] == [2.0, 4.0, 6.0, 8.0]
-    assert results["large reply"] == 1_000_000
+    assert results["large response"] == 1_000_000
     assert results["unknown"][0] == "NOT_FOUND"
     assert "did you mean double" in results["unknown"][1]
     assert results["raised"] == ["UNKNOWN", "builtins.ValueError: it failed"]
@@ -131,7 +131,7 @@ def test_what_is_too_large_is_refused_with_the_limit_and_the_way_out() -> None:
         with grpc.insecure_channel(worker.address) as channel:
             for what, body in {
                 "request": forward("same", torch.zeros(2000)),
-                "reply": forward("large"),
+                "response": forward("large"),
             }.items():
                 error = failure(channel, FORWARD, body)
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -177,6 +177,6 @@ def test_a_unary_call_that_runs_when_the_worker_stops_is_cut_off() -> None:
 
 
 def test_describe_lists_what_can_be_called(channel: grpc.Channel) -> None:
-    reply = describe_pb2.DescribeReply.FromString(channel.unary_unary(DESCRIBE)(b"", timeout=30))
-    assert reply.name == "a"
-    assert "double" in [function.name for function in reply.functions]
+    response = describe_pb2.DescribeResponse.FromString(channel.unary_unary(DESCRIBE)(b"", timeout=30))
+    assert response.name == "a"
+    assert "double" in [function.name for function in response.functions]

@@ -63,14 +63,14 @@ def main(target: str) -> None:
         dtype = request.tensors.tensors.add(shape=[2, 2]).DESCRIPTOR.fields_by_name["dtype"].enum_type
         request.tensors.tensors[0].dtype = dtype.values_by_name["DTYPE_FLOAT32"].number
         request.tensors.storages.add(size=16, inline=struct.pack("<4f", 1, 2, 3, 4))
-        reply = call("ForwardWithAutograd", request)
-        storage = reply.tensors.storages[reply.tensors.tensors[reply.result.tensor].storage]
+        response = call("ForwardWithAutograd", request)
+        storage = response.tensors.storages[response.tensors.tensors[response.result.tensor].storage]
         results["double"] = struct.unpack("<4f", storage.inline)
 
         request = Forward(function="zeros")
         request.args.add(integer=1_000_000)
-        reply = call("ForwardWithAutograd", request)
-        results["large reply"] = len(reply.tensors.storages[0].inline)
+        response = call("ForwardWithAutograd", request)
+        results["large response"] = len(response.tensors.storages[0].inline)
 
         for name, function in {"unknown": "duble", "raised": "fail"}.items():
             try:

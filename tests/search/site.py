@@ -210,7 +210,7 @@ class Site:
         """The state without the argument: what the result reaches came with earlier calls."""
         return dense(self.states.pop(key)) * 2 if key in self.states else self.constant(x, y, key, other)
 
-    def exchange(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+    def server_call(self, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
         """A part of one state goes into another."""
         p, q = (dense(self.states.get(name, self.weights)) for name in ("p", "q"))
         x = dense(single(x))
@@ -376,7 +376,7 @@ STATEFUL = (
     "recur_alike",
     "recall",
     "forget",
-    "exchange",
+    "server_call",
     "first_row",
     "bump",
     "hook_state",

@@ -10,6 +10,7 @@ from tests.faults.proxy import KINDS
 from tests.soak.run import LEASE, Outcome, WorkerUse
 
 import gradwire as gw
+from gradwire.peers.current import default_peer
 
 __all__ = ["Remains", "check"]
 
@@ -74,7 +75,7 @@ def _wait_for_release(worker: WorkerUse, give_up_at: float) -> Remains:
 
 
 def _is_expected(client: str) -> bool:
-    return client.startswith("worker-") or client == gw._node.default_node().identity.name
+    return client.startswith("worker-") or client == default_peer().identity.name
 
 
 def _is_error(line: dict[str, object]) -> bool:

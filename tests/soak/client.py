@@ -16,8 +16,8 @@ import torch
 from tests.soak.journal import Journal
 from tests.soak.load import Load, Place
 
-from gradwire._node import reset_default_node
-from gradwire.transport.retries import Resting
+from gradwire.peers.current import reset_default_peer
+from gradwire.transport.retry_queue import RetryQueue
 
 __all__ = ["FINISH_SECONDS", "Orders", "run_client"]
 
@@ -66,7 +66,7 @@ def run_client(orders: Orders) -> None:
         for thread in threads:
             thread.join()
         # Processes of multiprocessing run no exit handlers, which would say goodbye.
-        reset_default_node()
+        reset_default_peer()
         faulthandler.cancel_dump_traceback_later()
     journal.end(**{"refused and asked again, by clients that ended well": next(refusals)})
 
@@ -92,13 +92,13 @@ def _work(orders: Orders, journal: Journal, seed: str, tokens: itertools.count[i
 def _count_refusals() -> itertools.count[int]:
     """Counts the calls that a worker had no room for, which the library hides from its user."""
     counter = itertools.count()
-    takes = Resting.takes
+    takes = RetryQueue.takes
 
-    def counting(self: Resting, *args: Any) -> bool:
+    def counting(self: RetryQueue, *args: Any) -> bool:
         taken = takes(self, *args)
         if taken:
             next(counter)
         return taken
 
-    Resting.takes = counting  # type: ignore[method-assign, assignment]
+    RetryQueue.takes = counting  # type: ignore[method-assign, assignment]
     return counter

@@ -14,7 +14,7 @@ from tests.soak import served
 from tests.soak.journal import Journal
 
 import gradwire as gw
-from gradwire._workers import RemoteWorker
+from gradwire.api.workers import RemoteWorker
 
 __all__ = ["Load", "Mismatch", "Place"]
 

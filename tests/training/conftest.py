@@ -36,12 +36,12 @@ class Served:
     def messages(self) -> int:
         return sum(
             len(context.results) + len(context.arguments)
-            for context in self.worker._node.participant.store.contexts()
+            for context in self.worker._peer.engine.container.contexts()
         )
 
     @property
     def contexts(self) -> int:
-        return len(self.worker._node.participant.store.contexts())
+        return len(self.worker._peer.engine.container.contexts())
 
 
 def _serve(name: str, **settings: float) -> Iterator[Served]:

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 import gradwire as gw
-from gradwire._snapshots import SnapshotReader, directory
-from gradwire_server.state import StateDir
+from gradwire.training.snapshots import SnapshotReader, directory
+from gradwire_server.state.directory import StateDir
 from gradwire_server.worker import Worker
 
 ROUNDS = 30

@@ -14,8 +14,8 @@ from tests.training.conftest import Launch, Served, wait_until
 from tests.training.test_shared import Prepared, Trainers, said, trainers
 
 import gradwire as gw
-import gradwire.optim
-import gradwire_server.access
+import gradwire.training.optimizers
+import gradwire_server.objects.access
 
 __all__ = ["trainers"]  # a fixture
 
@@ -187,7 +187,7 @@ class TestWhatTakesTooLongToWaitFor:
     def test_a_backward_is_overtaken_and_refused(
         self, a: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.access, "_LONGEST_READING_SECONDS", 0.1)
+        monkeypatch.setattr(gradwire_server.objects.access, "_LONGEST_READING_SECONDS", 0.1)
         module = a.handle.create("Stops", stale="allow")
         loss = module(X.clone().requires_grad_()).sum()
         with models.in_a_backward as stop:
@@ -201,7 +201,7 @@ class TestWhatTakesTooLongToWaitFor:
     def test_the_backward_of_a_forward_that_was_overtaken_is_refused(
         self, a: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.access, "_LONGEST_READING_SECONDS", 0.1)
+        monkeypatch.setattr(gradwire_server.objects.access, "_LONGEST_READING_SECONDS", 0.1)
         module = a.handle.create("Stops", stale="allow")
         with models.in_a_forward as stop:
             asked = pool.submit(module, X)
@@ -241,8 +241,8 @@ class TestTurns:
         self, a: Served, b: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # So that each is told many times that it has to come again, however slow this machine is.
-        monkeypatch.setattr(gradwire.optim, "_PATIENCE_SECONDS", 0.01)
-        monkeypatch.setattr(gradwire_server.access, "_KEPT_PLACE_SECONDS", 30.0)
+        monkeypatch.setattr(gradwire.training.optimizers, "_PATIENCE_SECONDS", 0.01)
+        monkeypatch.setattr(gradwire_server.objects.access, "_KEPT_PLACE_SECONDS", 30.0)
         module = a.handle.create("Layer", 4, stale="allow")
         access = a.worker._objects.access
         models.stepped_in_order.clear()

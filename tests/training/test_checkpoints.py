@@ -20,7 +20,7 @@ from tests.integration.daemons import DEADLINE, Daemon
 from tests.training.checkpoint_models import Tied
 
 import gradwire as gw
-from gradwire._snapshots import DirectoryLock, SnapshotReader, SnapshotWriter, directory
+from gradwire.training.snapshots import DirectoryLock, SnapshotReader, SnapshotWriter, directory
 
 HERE = Path(__file__).parent
 

@@ -12,8 +12,8 @@ import torch
 import gradwire as gw
 import gradwire_server as gws
 from gradwire import wire
-from gradwire._node import default_node
-from gradwire.autograd.feedback import ErrorFeedback, Place
+from gradwire.autograd.feedback import CallSite, ErrorFeedback
+from gradwire.peers.current import default_peer
 from gradwire.proto.v1 import autograd_pb2, tensor_pb2, worker_pb2_grpc
 from gradwire.wire import codecs
 
@@ -165,8 +165,8 @@ def test_state_and_arguments_of_constructors_are_never_rounded(server: gws.Worke
 
 
 def test_a_worker_that_lacks_a_codec_is_found_out_when_connecting(server: gws.Worker) -> None:
-    hub = server._hub
-    hub._settings = replace(hub._settings, codecs=(tensor_pb2.CODEC_BF16,))
+    acceptor = server._acceptor
+    acceptor._settings = replace(acceptor._settings, codecs=(tensor_pb2.CODEC_BF16,))
     with gw.connect(server.address, compress=gw.Compression("bf16")) as worker:
         worker.twice(random())
         assert worker.traffic().saved == SIZE
@@ -220,10 +220,10 @@ def test_a_unary_client_sends_what_it_likes_and_gets_what_it_asks_for(
     if forward:
         request.compression.forward = forward  # type: ignore[assignment]
     with grpc.insecure_channel(server.address) as channel:
-        reply = worker_pb2_grpc.WorkerStub(channel).ForwardWithAutograd(request, timeout=30)
-    is_encoded = reply.tensors.storages[0].WhichOneof("content") == "encoded"
+        response = worker_pb2_grpc.WorkerStub(channel).ForwardWithAutograd(request, timeout=30)
+    is_encoded = response.tensors.storages[0].WhichOneof("content") == "encoded"
     assert is_encoded == (forward == tensor_pb2.CODEC_INT8)
-    result = wire.Decoder(reply.tensors).value(reply.result)
+    result = wire.Decoder(response.tensors).value(response.result)
     assert torch.allclose(result, 2 * random(), atol=0.1)
 
 
@@ -231,7 +231,7 @@ def test_a_unary_client_sends_what_it_likes_and_gets_what_it_asks_for(
 
 
 def kept_here() -> ErrorFeedback:
-    return default_node().participant.feedback
+    return default_peer().engine.feedback
 
 
 def gradients_of_steps(worker: gw.RemoteWorker, steps: int, **options: bool) -> torch.Tensor:
@@ -251,13 +251,13 @@ def test_errors_do_not_add_up_over_steps(server: gws.Worker) -> None:
     with gw.connect(server.address) as worker:
         fed_back = gradients_of_steps(worker, 30)
         assert kept_here().bytes == SIZE
-        assert server._node.participant.feedback.bytes == SIZE
+        assert server._peer.engine.feedback.bytes == SIZE
         # One rounding is owed here and one there, however many steps there were.
         assert (fed_back - exact).abs().max() <= 1.2 * step
         worker.forget_error_feedback()
-        assert kept_here().bytes == server._node.participant.feedback.bytes == 0
+        assert kept_here().bytes == server._peer.engine.feedback.bytes == 0
         assert (gradients_of_steps(worker, 30, error_feedback=False) - exact).abs().max() > 5 * step
-        assert kept_here().bytes == server._node.participant.feedback.bytes == 0
+        assert kept_here().bytes == server._peer.engine.feedback.bytes == 0
 
 
 def test_feedback_is_of_one_place_and_off_for_gradients_of_gradients(server: gws.Worker) -> None:
@@ -276,8 +276,8 @@ def test_feedback_is_of_one_place_and_off_for_gradients_of_gradients(server: gws
     assert kept_here().bytes == 0
 
 
-def place(slot: int) -> Place:
-    return Place(1, 2, 0, slot, (1000,), (1,), torch.float32)
+def place(slot: int) -> CallSite:
+    return CallSite(1, 2, 0, slot, (1000,), (1,), torch.float32)
 
 
 def test_what_is_kept_for_feedback_is_bounded_and_the_longest_unused_goes() -> None:

@@ -177,7 +177,7 @@ class TestModes:
             for reset in (model, model[1]):
                 model(X).sum().backward()
                 reset.zero_grad(set_to_none)
-                kept = a.worker._node.participant.store.contexts()
+                kept = a.worker._peer.engine.container.contexts()
                 assert not any(context.gradients() for context in kept)
 
     def test_frozen_parts_get_no_gradients_and_are_not_stepped(self, a: Served, b: Served) -> None:

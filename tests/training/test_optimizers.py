@@ -16,8 +16,9 @@ from tests.training.conftest import Launch, Served, same, wait_until
 from torch import nn
 
 import gradwire as gw
-from gradwire import _calls
-from gradwire_server.optimizers import WorkerOptimizer
+import gradwire.training.optimizers
+from gradwire.api import calls
+from gradwire_server.objects.optimizers import WorkerOptimizer
 
 X = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4)
 State = dict[str, torch.Tensor]
@@ -506,7 +507,7 @@ class TestAllOrNothing:
         make = getattr(WorkerOptimizer, method)
 
         def interrupt(self: WorkerOptimizer, *args: Any) -> None:
-            signal.raise_signal(signal.SIGINT)  # in the middle of it: the main thread waits for the reply
+            signal.raise_signal(signal.SIGINT)  # in the middle of it: the main thread waits for the response
             make(self, *args)
 
         monkeypatch.setattr(WorkerOptimizer, method, interrupt)
@@ -580,7 +581,7 @@ class TestLostAnswers:
         assert same(here.state_dict(), whole.state_dict())
 
     def test_a_worker_that_dies_leaves_it_open(self, a: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gw.optim, "_OUTCOME_SECONDS", 0.5)
+        monkeypatch.setattr(gradwire.training.optimizers, "_OUTCOME_SECONDS", 0.5)
         layer, here = a.handle.create("Layer", 4), models.Layer(4)
         opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer, here], lr=0.1)
 
@@ -589,7 +590,7 @@ class TestLostAnswers:
 
         here(layer(X)).sum().backward()
         before = {key: value.clone() for key, value in here.state_dict().items()}
-        monkeypatch.setattr(_calls.CallFuture, "result", lose)
+        monkeypatch.setattr(calls.CallFuture, "result", lose)
         monkeypatch.setattr(opt._remote[0], "start_make", lambda **_: lose)
         with pytest.raises(gw.StepTorn, match="maybe made") as caught:
             opt.step()
@@ -651,7 +652,7 @@ class TestRoundTrips:
         self, a: Served, b: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[str] = []
-        start_call = _calls.start_call
+        start_call = calls.start_call
 
         def counting(link: Any, function: str, *args: Any, **options: Any) -> Any:
             asked.append(function)
@@ -662,7 +663,7 @@ class TestRoundTrips:
         trained = Trained(a, b, lr=0.1)
         layer(X).sum().backward()
         trained.backward()
-        monkeypatch.setattr(_calls, "start_call", counting)
+        monkeypatch.setattr(calls, "start_call", counting)
         alone.step()
         assert asked == ["step"]
         asked.clear()

@@ -172,7 +172,7 @@ class TestLettingGo:
 
     def test_a_ref_is_never_handed_out_to_what_is_just_being_dropped(self, a: Served) -> None:
         """The last other ref goes at each moment at which it can: when the lock of the objects is free."""
-        release = a.worker._node.participant.store.release
+        release = a.worker._peer.engine.container.release
         for moment in range(1, 12):
             layer = a.handle.create("Layer", 4)
             ids: list[Any] = []
@@ -197,7 +197,7 @@ class TestLettingGo:
         assert a.objects == 5
         del refs
         assert wait_until(lambda: a.objects == 0)
-        assert wait_until(lambda: not a.handle._place.participant.store._arguments)
+        assert wait_until(lambda: not a.handle._place.engine.container._arguments)
 
     def test_named_ones_stay(self, a: Served) -> None:
         a.handle.create("Layer", 4, name="stays")
@@ -237,14 +237,14 @@ input()
 
     def test_a_client_cannot_delete_what_another_made(self, a: Served) -> None:
         layer = a.handle.create("Layer", 4)
-        from gradwire._node import Node
-        from gradwire._scope import Scope, entered
+        from gradwire.peers.local import LocalPeer
+        from gradwire.runtime.scope import Scope, entered
 
-        stranger = Node("stranger")
+        stranger = LocalPeer("stranger")
         try:
-            with entered(Scope(node=stranger)), gw.connect(a.worker.address) as handle:
+            with entered(Scope(peer=stranger)), gw.connect(a.worker.address) as handle:
                 with pytest.raises(gw.PermissionDenied, match="another client"):
-                    handle.call("gradwire.delete", layer.ref._message.node.id, layer.ref._message.ref, "")
+                    handle.call("gradwire.delete", layer.ref._message.peer.id, layer.ref._message.ref, "")
         finally:
             stranger.close()
         assert torch.is_tensor(layer(X))
@@ -299,8 +299,8 @@ class _LockWithGaps:
             self._act()
 
 
-def _contexts(worker: gws.Worker) -> list[gw.autograd.ContextState]:
-    return worker._node.participant.store.contexts()
+def _contexts(worker: gws.Worker) -> list[gw.autograd.DistAutogradContext]:
+    return worker._peer.engine.container.contexts()
 
 
 def test_an_error_of_a_method_keeps_nothing_of_its_caller(a: Served) -> None:

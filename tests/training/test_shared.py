@@ -17,10 +17,10 @@ from tests.training.conftest import HERE, Served, same, wait_until
 from torch import nn
 
 import gradwire as gw
-import gradwire.optim
+import gradwire.training.optimizers
 import gradwire_server as gws
-import gradwire_server.objects
-from gradwire_server.registry import Instance
+import gradwire_server.objects.store
+from gradwire_server.objects.registry import Instance
 
 ONE = torch.ones(3, dtype=torch.float64)
 X = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4)
@@ -197,7 +197,7 @@ class TestSeveralTrainers:
             opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [inner], lr=0.1)
             inner(X).sum().backward()
             with monkeypatch.context() as patch:
-                patch.setattr(gradwire.optim, "_STEP_SECONDS", 0.0)
+                patch.setattr(gradwire.training.optimizers, "_STEP_SECONDS", 0.0)
                 with pytest.raises(gw.StepRefused, match="inner") as caught:
                     opt.step()
                 assert caught.value.reason == "busy"
@@ -262,7 +262,7 @@ class TestWaitingForAStep:
         with gws.Worker(models) as worker, gw.connect(worker.address) as handle:
             held = Prepared(monkeypatch, [layer, handle.create("Layer", 4)])
             with monkeypatch.context() as patch:
-                patch.setattr(gradwire_server.objects, "_PATIENCE_SECONDS", 0.2)
+                patch.setattr(gradwire_server.objects.store, "_PATIENCE_SECONDS", 0.2)
                 for ask in (layer.state_dict, layer.double):
                     with pytest.raises(gw.StepRefused, match="stalled") as caught:
                         ask()
@@ -276,7 +276,7 @@ class TestWaitingForAStep:
 def test_long_runs_leave_nothing_behind(a: Served, b: Served) -> None:
     lasting = nn.Sequential(models.Layer(4), a.handle.create("Layer", 4), b.handle.create("Layer", 4))
     opt = gw.optim.DistributedOptimizer(torch.optim.Adam, [lasting], lr=0.01)
-    store = a.handle._place.participant.store
+    store = a.handle._place.engine.container
 
     def held() -> tuple[int, ...]:
         here = len(store._arguments) + len(store._results)

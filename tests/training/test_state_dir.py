@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire._snapshots import SnapshotReader
-from gradwire_server.cli import app
+from gradwire.training.snapshots import SnapshotReader
+from gradwire_server.daemon.cli import app
 
 HERE = Path(__file__).parent
 Launch = Callable[..., Daemon]
@@ -151,7 +151,7 @@ def test_it_is_saved_now_and_then_if_something_changed(state_dir: Path) -> None:
 def test_a_prepared_step_delays_a_save_but_does_not_block_it(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire_server.state._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("gradwire_server.state.directory._PATIENCE_SECONDS", 0.2)
     with served(state_dir) as worker, gw.connect(worker.address) as handle:
         assert worker._state is not None
         layer = handle.create("Layer", 4, name="layer")
@@ -247,7 +247,7 @@ def test_a_directory_that_is_in_use_damaged_or_none(state_dir: Path) -> None:
 def test_the_daemon_exits_with_7(state_dir: Path) -> None:
     state_dir.write_text("")
     arguments = ["serve", "checkpoint_models", "--bind", "127.0.0.1:0", "--state-dir", str(state_dir)]
-    result = run("gradwire_server.cli", *arguments, cwd=HERE)
+    result = run("gradwire_server.daemon.cli", *arguments, cwd=HERE)
     assert (result.returncode, "cannot be written to" in result.stderr) == (7, True), result.stderr
 
 

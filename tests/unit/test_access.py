@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import gradwire_server.access
-from gradwire._scope import waiting
-from gradwire_server.access import Access, ParameterLock
+import gradwire_server.objects.access
+from gradwire.runtime.scope import waiting
+from gradwire_server.objects.access import Access, ParameterLock
 
 ONE, OTHER = ParameterLock(), ParameterLock()
 FAR = 60.0
@@ -83,7 +83,7 @@ class TestTurns:
     def test_a_place_is_kept_for_one_that_comes_again(
         self, access: Access, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.access, "_KEPT_PLACE_SECONDS", FAR)
+        monkeypatch.setattr(gradwire_server.objects.access, "_KEPT_PLACE_SECONDS", FAR)
         first = access.turn(frozenset([ONE]), soon())
         assert first is not None
         assert access.turn(frozenset([ONE]), time.monotonic(), "early") is None
@@ -100,7 +100,7 @@ class TestTurns:
     def test_a_place_of_one_that_does_not_come_again_is_given_up(
         self, access: Access, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.access, "_KEPT_PLACE_SECONDS", 0.05)
+        monkeypatch.setattr(gradwire_server.objects.access, "_KEPT_PLACE_SECONDS", 0.05)
         first = access.turn(frozenset([ONE]), soon())
         assert first is not None
         assert access.turn(frozenset([ONE]), time.monotonic(), "gone") is None
@@ -163,7 +163,7 @@ class TestReadingAndChanging:
     def test_one_within_another_does_not_wait_for_a_change_that_waits_for_the_other(
         self, access: Access, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.access, "_GIVE_WAY_SECONDS", FAR)
+        monkeypatch.setattr(gradwire_server.objects.access, "_GIVE_WAY_SECONDS", FAR)
 
         def change() -> None:
             with access.changing(frozenset([ONE, OTHER])):
@@ -187,7 +187,7 @@ class TestReadingAndChanging:
         self, access: Access, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As in a module of a user that gathers several calls to compute them at once."""
-        monkeypatch.setattr(gradwire_server.access, "_GIVE_WAY_SECONDS", 0.05)
+        monkeypatch.setattr(gradwire_server.objects.access, "_GIVE_WAY_SECONDS", 0.05)
 
         def read() -> None:
             with access.reading([ONE]) or pytest.fail("there is a lock"):

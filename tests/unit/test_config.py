@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire_server import config
+from gradwire_server.daemon import config
 from gradwire_server.errors import ConfigError
 
 

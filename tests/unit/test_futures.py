@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gradwire._calls import CallFuture
-from gradwire.transport import Link, Pending, Received
+from gradwire.api.calls import CallFuture
+from gradwire.transport import Link, Payload, ResponseFuture
 
 
 class Line:
@@ -19,13 +19,13 @@ class Line:
     def __init__(self) -> None:
         self.expected = self.read = 0
 
-    def read_for(self, pending: Pending) -> None:
+    def read_for(self, pending: ResponseFuture) -> None:
         self.read += 1
-        pending.settle(Received(b"answer"))
+        pending.settle(Payload(b"answer"))
 
-    def expect(self, pending: Pending) -> None:
+    def expect(self, pending: ResponseFuture) -> None:
         self.expected += 1
-        pending.settle(Received(b"answer"))
+        pending.settle(Payload(b"answer"))
 
 
 def by_await(future: CallFuture) -> object:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gradwire_server.daemon.loading import load, load_all, use_working_directory
 from gradwire_server.errors import LoadFailed, NothingExposed
-from gradwire_server.loading import load, load_all, use_working_directory
-from gradwire_server.registry import exposed_in
+from gradwire_server.objects.registry import exposed_in
 
 Write = Callable[[str, str], None]
 

@@ -12,8 +12,8 @@ from typing import TextIO
 
 import pytest
 
-from gradwire_server import output
-from gradwire_server.output import BackgroundStream
+from gradwire_server.daemon import output
+from gradwire_server.daemon.output import BackgroundStream
 
 DEADLINE = 60.0
 
@@ -127,7 +127,7 @@ def test_it_is_otherwise_like_the_stream(pipe: Pipe) -> None:
 
 CHILDREN = """
 import logging, multiprocessing, os, sys
-from gradwire_server import logs
+from gradwire_server.daemon import logs
 
 def work():
     print("the child prints")

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import gradwire_server as gws
-from gradwire_server.registry import Registry, exposed_in
+from gradwire_server.objects.registry import Registry, exposed_in
 
 Import = Callable[[str, str], ModuleType]
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire._scope import waiting
+from gradwire.runtime.scope import waiting
 
 __all__ = ["borrowed_grad"]
 

@@ -14,30 +14,30 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire._bookkeeping import InUse, Tally
 from gradwire.autograd.groups import Reach
-from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.records import SentArguments, SentResults, added
 from gradwire.errors import NotFound, StepRefused
+from gradwire.system.accounting import InUse, Tally
 from gradwire.transport.base import Link
+from gradwire.wire.ids import AutogradMessageId, ContextId
 
-__all__ = ["ContextState", "ContextStore"]
+__all__ = ["DistAutogradContainer", "DistAutogradContext"]
 
 _REMEMBERED_ENDED = 10_000
 """So many contexts that have ended are remembered, so that a late call cannot bring one back to life."""
 
 
-class ContextState:
+class DistAutogradContext:
     """What one node holds of one context."""
 
     def __init__(self, id: ContextId) -> None:
         self.id = id
         self.since = time.monotonic()
         self.last_used = self.since
-        self.arguments: set[MessageId] = set()
-        self.results: set[MessageId] = set()
-        self.reaches: set[MessageId] = set()
-        self.involved: weakref.WeakSet[Link] = weakref.WeakSet()
+        self.arguments: set[AutogradMessageId] = set()
+        self.results: set[AutogradMessageId] = set()
+        self.reaches: set[AutogradMessageId] = set()
+        self.known_workers: weakref.WeakSet[Link] = weakref.WeakSet()
         """Where calls of this context went: they hold a part of it, too."""
         self.peers: set[int] = set()
         """The nodes that it came from. While one of them has a link to this node, it is theirs to end."""
@@ -121,38 +121,38 @@ class ContextState:
                     self._gradients[leaf] = change(self._gradients[leaf])
 
 
-class ContextStore:
+class DistAutogradContainer:
     """All contexts of a node, and the messages in them."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._contexts: dict[ContextId, ContextState] = {}
-        self._arguments: dict[MessageId, SentArguments] = {}
-        self._results: dict[MessageId, SentResults] = {}
-        self._reaches: dict[MessageId, Reach] = {}
+        self._contexts: dict[ContextId, DistAutogradContext] = {}
+        self._arguments: dict[AutogradMessageId, SentArguments] = {}
+        self._results: dict[AutogradMessageId, SentResults] = {}
+        self._reaches: dict[AutogradMessageId, Reach] = {}
         self._ended: dict[ContextId, None] = {}
         self.counts = Tally()
         """Of contexts, by their owners."""
         self.result_bytes = Tally()
         """Of the results that are kept, by the owners of their contexts."""
-        self.when_released: Callable[[Sequence[MessageId]], None] = lambda messages: None
+        self.when_released: Callable[[Sequence[AutogradMessageId]], None] = lambda messages: None
         """Told of all that is released: whoever else uses the same ids lets go of what it holds."""
         self.when_owner_dropped: Callable[[int], None] = lambda node: None
         """Told when everything of a client goes."""
 
-    def get(self, id: ContextId) -> ContextState:
+    def get(self, id: ContextId) -> DistAutogradContext:
         """The context, new if need be. Raises NotFound if it has ended."""
         with self._lock:
             context = self._contexts.get(id)
             if context is None:
                 if id in self._ended:
                     raise NotFound(f"context {id} has ended, or its lease ran out")
-                context = self._contexts[id] = ContextState(id)
-                self.counts.add(id.node, 1)
+                context = self._contexts[id] = DistAutogradContext(id)
+                self.counts.add(id.peer, 1)
             context.last_used = time.monotonic()
             return context
 
-    def find(self, id: ContextId) -> ContextState | None:
+    def find(self, id: ContextId) -> DistAutogradContext | None:
         with self._lock:
             context = self._contexts.get(id)
             if context is not None:
@@ -163,7 +163,7 @@ class ContextStore:
         """While a request is answered in a context. None: in none."""
         return InUse(self._lock, None if id is None else self._contexts.get(id))
 
-    def contexts(self) -> list[ContextState]:
+    def contexts(self) -> list[DistAutogradContext]:
         with self._lock:
             return list(self._contexts.values())
 
@@ -178,40 +178,40 @@ class ContextStore:
             context.results.add(sent.id)
             context.peers.add(sent.peer)
             self._results[sent.id] = sent
-            self.result_bytes.add(sent.context.node, sent.bytes)
+            self.result_bytes.add(sent.context.peer, sent.bytes)
 
     def keep_reach(self, reach: Reach) -> None:
         with self._lock:
             self.get(reach.context).reaches.add(reach.source)
             self._reaches[reach.source] = reach
 
-    def reaches(self, ids: Sequence[MessageId]) -> list[Reach]:
+    def reaches(self, ids: Sequence[AutogradMessageId]) -> list[Reach]:
         """Those that are known."""
         with self._lock:
             return [self._reaches[id] for id in ids if id in self._reaches]
 
-    def arguments(self, id: MessageId) -> SentArguments | None:
+    def arguments(self, id: AutogradMessageId) -> SentArguments | None:
         with self._lock:
             return self._arguments.get(id)
 
-    def results(self, id: MessageId) -> SentResults | None:
+    def results(self, id: AutogradMessageId) -> SentResults | None:
         with self._lock:
             return self._results.get(id)
 
-    def results_of(self, context: ContextState) -> list[SentResults]:
+    def results_of(self, context: DistAutogradContext) -> list[SentResults]:
         with self._lock:
             return [self._results[id] for id in context.results if id in self._results]
 
-    def _pop(self, id: MessageId) -> Sequence[SentArguments | SentResults | Reach | None]:
+    def _pop(self, id: AutogradMessageId) -> Sequence[SentArguments | SentResults | Reach | None]:
         return self._arguments.pop(id, None), self._pop_results(id), self._reaches.pop(id, None)
 
-    def _pop_results(self, id: MessageId) -> SentResults | None:
+    def _pop_results(self, id: AutogradMessageId) -> SentResults | None:
         sent = self._results.pop(id, None)
         if sent is not None:
-            self.result_bytes.add(sent.context.node, -sent.bytes)
+            self.result_bytes.add(sent.context.peer, -sent.bytes)
         return sent
 
-    def release(self, messages: Sequence[MessageId]) -> bool:
+    def release(self, messages: Sequence[AutogradMessageId]) -> bool:
         """Lets go of messages. Whether there were any."""
         released: list[SentArguments | SentResults | Reach] = []
         with self._lock:
@@ -235,11 +235,11 @@ class ContextStore:
             every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
             sent = [m.id for m in every if m.peer == node and context in (None, m.context)]
             reaches = self._reaches.values()
-            sent += [r.source for r in reaches if r.source.node == node and context in (None, r.context)]
+            sent += [r.source for r in reaches if r.source.peer == node and context in (None, r.context)]
         del every
         return self.release(sent)
 
-    def end(self, id: ContextId) -> ContextState | None:
+    def end(self, id: ContextId) -> DistAutogradContext | None:
         """Lets go of a context for good: whoever uses it from now on is told so."""
         with self._lock:
             if id.number:
@@ -248,20 +248,20 @@ class ContextStore:
                     del self._ended[next(iter(self._ended))]
         return self.drop(id)
 
-    def drop(self, id: ContextId) -> ContextState | None:
+    def drop(self, id: ContextId) -> DistAutogradContext | None:
         """Lets go of a context and all its messages."""
         with self._lock:
             context = self._contexts.pop(id, None)
             messages = [] if context is None else [*context.arguments, *context.results, *context.reaches]
             held = [self._pop(message) for message in messages]
             if context is not None:
-                self.counts.add(id.node, -1)
+                self.counts.add(id.peer, -1)
         del held  # after the lock, as above
         return context
 
-    def drop_owner(self, node: int, keeps: Callable[[int], bool]) -> list[ContextState]:
+    def drop_owner(self, node: int, keeps: Callable[[int], bool]) -> list[DistAutogradContext]:
         """Lets go of everything that belongs to a client, save what came by way of nodes that keep it."""
-        owned = [context for context in self.contexts() if context.id.node == node]
+        owned = [context for context in self.contexts() if context.id.peer == node]
         dropped = [context for context in owned if not any(map(keeps, tuple(context.peers)))]
         for context in dropped:
             self.drop(context.id)
@@ -276,5 +276,5 @@ class ContextStore:
             for context in self.contexts()
             if context.last_used < before
             and not context.users
-            and not any(map(is_linked, (context.id.node, *tuple(context.peers))))
+            and not any(map(is_linked, (context.id.peer, *tuple(context.peers))))
         ]

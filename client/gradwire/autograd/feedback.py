@@ -22,13 +22,13 @@ MAX_BYTES = 256 << 20
 """How much one node keeps."""
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where a gradient goes, the same in every step."""
 
     peer: int
     site: int
     position: int
-    """Of the message among those in a reply."""
+    """Of the message among those in a response."""
     slot: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -41,7 +41,7 @@ class ErrorFeedback:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._owed: OrderedDict[Place, torch.Tensor] = OrderedDict()
+        self._owed: OrderedDict[CallSite, torch.Tensor] = OrderedDict()
         self._bytes = 0
 
     @property
@@ -49,14 +49,14 @@ class ErrorFeedback:
         """Memory in use."""
         return self._bytes
 
-    def take(self, place: Place) -> torch.Tensor | None:
+    def take(self, place: CallSite) -> torch.Tensor | None:
         with self._lock:
             owed = self._owed.pop(place, None)
             if owed is not None:
                 self._bytes -= owed.nbytes
             return owed
 
-    def put(self, place: Place, owed: torch.Tensor) -> None:
+    def put(self, place: CallSite, owed: torch.Tensor) -> None:
         with self._lock:
             before = self._owed.pop(place, None)
             if before is not None:
@@ -79,7 +79,7 @@ class ErrorFeedback:
 class _Residual:
     """What is owed to one place, as codecs see it."""
 
-    def __init__(self, feedback: ErrorFeedback, place: Place) -> None:
+    def __init__(self, feedback: ErrorFeedback, place: CallSite) -> None:
         self._feedback = feedback
         self._place = place
 
@@ -107,7 +107,7 @@ class GradientCodecs:
     def find(self, gradient: torch.Tensor, slot: int, position: int = 0) -> wire.Codec | None:
         if not self._owes or gradient.layout != torch.strided:
             return wire.find_codec(self._compression.backward)
-        place = Place(
+        place = CallSite(
             self._peer,
             self._compression.site,
             position,

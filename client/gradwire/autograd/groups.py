@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 
-from gradwire.autograd.records import Received, SentArguments
+from gradwire.autograd.records import ReceivedTensors, SentArguments
 
 __all__ = ["Group", "Reach", "awaited_by", "group_of", "joins"]
 
@@ -25,15 +25,15 @@ class Group:
     """Results that have parts of a worker's graph in common: their gradients had better go together."""
 
     def __init__(self) -> None:
-        self._members: weakref.WeakSet[Received] = weakref.WeakSet()
+        self._members: weakref.WeakSet[ReceivedTensors] = weakref.WeakSet()
         self._joined: Group | None = None
 
-    def add(self, received: Received) -> None:
+    def add(self, received: ReceivedTensors) -> None:
         with _lock:
             self.whole._members.add(received)
 
     @property
-    def members(self) -> list[Received]:
+    def members(self) -> list[ReceivedTensors]:
         with _lock:
             return list(self.whole._members)
 
@@ -62,7 +62,7 @@ class Group:
             return large
 
 
-def group_of(received: Received) -> Group:
+def group_of(received: ReceivedTensors) -> Group:
     """The group of results: of those that they build on, or that reach the same arguments."""
     group: Group | None = None
     for other in (
@@ -79,9 +79,9 @@ class Reach:
     Kept until the worker says that nothing there leads into their graph any more.
     """
 
-    def __init__(self, received: Received, group: Group) -> None:
+    def __init__(self, received: ReceivedTensors, group: Group) -> None:
         self.source = received.source
-        self.peer = received.source.node
+        self.peer = received.source.peer
         self.context = received.context
         self.group = group
         self.builds_on: Sequence[Reach] = received.builds_on
@@ -92,7 +92,7 @@ class Reach:
         self._received = weakref.ref(received)
 
     @property
-    def received(self) -> Received | None:
+    def received(self) -> ReceivedTensors | None:
         """The results, if they are part of a graph here."""
         return self._received()
 
@@ -102,7 +102,9 @@ class Reach:
         return [sent for reference in self._arguments if (sent := reference()) is not None]
 
 
-def awaited_by(results: Iterable[Received], later: Container[Received | None] = ()) -> list[SentArguments]:
+def awaited_by(
+    results: Iterable[ReceivedTensors], later: Container[ReceivedTensors | None] = ()
+) -> list[SentArguments]:
     """The arguments that gradients for results reach, save what is only reached through those that have
     their turn later."""
     awaited: dict[SentArguments, None] = {}

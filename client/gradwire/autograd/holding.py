@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire._scope import waiting
-from gradwire._threads import computing
-from gradwire.autograd.ids import MessageId
+from gradwire.autograd.graph_tasks import BackwardRun, current_run, find_task
 from gradwire.autograd.local import nodes_from
-from gradwire.autograd.passes import Run, current_run, find_task
 from gradwire.autograd.records import Gradients, SentResults
 from gradwire.errors import Cancelled
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport.base import Exchange, Link, Received, Sendable
+from gradwire.runtime.scope import waiting
+from gradwire.system.threads import computing
+from gradwire.transport.base import Link, Payload, Sendable, ServerCall
+from gradwire.wire.ids import AutogradMessageId
 
 if TYPE_CHECKING:
-    from gradwire.autograd.participant import Participant
+    from gradwire.autograd.engine import DistEngine
 
-__all__ = ["HeldExchange", "HeldRun", "Items", "add_gate", "chain_turns"]
+__all__ = ["HeldRun", "Items", "SuspendedCall", "add_gate", "chain_turns"]
 
 Items = Sequence[tuple[SentResults, Gradients]]
 
@@ -44,7 +44,7 @@ class Gate(torch.autograd.Function):
     """forward: results -> token. backward: the gradients that came for them."""
 
     @staticmethod
-    def forward(ctx: Any, id: MessageId, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, id: AutogradMessageId, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.id = id
         ctx.arity = len(tensors)
         ctx.set_materialize_grads(False)
@@ -61,7 +61,7 @@ class Turn(torch.autograd.Function):
     """forward: the token of a gate and that of the next turn -> token. backward: waits."""
 
     @staticmethod
-    def forward(ctx: Any, id: MessageId, *tokens: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, id: AutogradMessageId, *tokens: torch.Tensor) -> torch.Tensor:
         ctx.id = id
         ctx.tokens = len(tokens)
         return torch.zeros(())
@@ -114,22 +114,22 @@ class _Asked:
 
     items: Items
     answered: threading.Event = field(default_factory=threading.Event)
-    contributions: Sequence[tuple[MessageId, Gradients]] = ()
+    contributions: Sequence[tuple[AutogradMessageId, Gradients]] = ()
     failure: BaseException | None = None
     is_held: bool = False
 
 
-class HeldExchange(Exchange):
+class SuspendedCall(ServerCall):
     """The requests to a run as one question, for what the run asks of others."""
 
-    def __init__(self, first: Exchange) -> None:
+    def __init__(self, first: ServerCall) -> None:
         super().__init__()
         self.method = first.method
-        self.request = Received(b"")
+        self.request = Payload(b"")
         self.deadline = first.deadline
         self.link = first.link
 
-    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
+    def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
         """The requests are answered one by one."""
         return False
 
@@ -140,13 +140,15 @@ class HeldExchange(Exchange):
 class HeldRun:
     """A run whose gradients come in several requests."""
 
-    def __init__(self, id: MessageId, participant: Participant, run: Run, exchange: HeldExchange) -> None:
+    def __init__(
+        self, id: AutogradMessageId, engine: DistEngine, run: BackwardRun, server_call: SuspendedCall
+    ) -> None:
         self.id = id
-        self.exchange = exchange
-        self._participant = weakref.proxy(participant)
+        self.server_call = server_call
+        self._participant = weakref.proxy(engine)
         self._run = run
         self._changed = threading.Condition()
-        self._gradients: dict[MessageId, Gradients] = {}
+        self._gradients: dict[AutogradMessageId, Gradients] = {}
         self._lowest: int | None = None
         """The number of the earliest result whose gradient came. Later ones do not come any more."""
         self._asked: list[_Asked] = []
@@ -176,11 +178,13 @@ class HeldRun:
             asked = self._take_asked()
         self._answer(asked, failure)
 
-    def ask(self, items: Items, exchange: Exchange) -> tuple[Sequence[tuple[MessageId, Gradients]], bool]:
+    def add(
+        self, items: Items, server_call: ServerCall
+    ) -> tuple[Sequence[tuple[AutogradMessageId, Gradients]], bool]:
         """Adds gradients. Returns when all that follows from them is done: the contributions, and whether
         the run is held open for more. Without gradients: no more come."""
         asked = _Asked(items)
-        take_back = exchange.when_cancelled(self.give_up)
+        take_back = server_call.when_cancelled(self.give_up)
         with self._changed:
             if self._is_over or self._given_up:
                 raise Cancelled(f"the run was given up: {self._given_up or 'it has failed'}")
@@ -195,12 +199,12 @@ class HeldRun:
             raise asked.failure
         return asked.contributions, asked.is_held
 
-    def take(self, id: MessageId) -> Gradients | None:
+    def take(self, id: AutogradMessageId) -> Gradients | None:
         """What came for a result, for its gate."""
         with self._changed:
             return self._gradients.pop(id, None)
 
-    def wait_for(self, id: MessageId) -> None:
+    def wait_for(self, id: AutogradMessageId) -> None:
         """A result has its turn: waits until its gradient is there, or does not come."""
         if self._has_come(id):
             return
@@ -218,18 +222,18 @@ class HeldRun:
             self._check_somebody_comes()
         self._run.check_fresh()
 
-    def _wait_once(self, id: MessageId) -> None:
+    def _wait_once(self, id: AutogradMessageId) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._has_come(id), _CHECK_SECONDS)
 
-    def _has_come(self, id: MessageId) -> bool:
+    def _has_come(self, id: AutogradMessageId) -> bool:
         with self._changed:
             if self._given_up:
                 raise Cancelled(f"the run was given up: {self._given_up}")
             return id in self._gradients or (self._lowest is not None and id.number > self._lowest)
 
     def _check_somebody_comes(self) -> None:
-        link: Link | None = self.exchange.link
+        link: Link | None = self.server_call.link
         if link is None or link.ended is not None:
             self.give_up("whoever asked is gone")
         elif self._participant.is_over(self._run.pass_id):
@@ -240,7 +244,7 @@ class HeldRun:
         with self._changed:
             self._given_up = why
             self._changed.notify_all()
-        self.exchange.cancel()
+        self.server_call.cancel()
 
     def _take_asked(self) -> list[_Asked]:
         asked, self._asked = self._asked, []

@@ -17,12 +17,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.autograd.borrowing import borrowed_grad
-from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.propagating import Propagation, tell_pass_ended
+from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
-    from gradwire.autograd.contexts import ContextState
-    from gradwire.autograd.participant import Participant
+    from gradwire.autograd.contexts import DistAutogradContext
+    from gradwire.autograd.engine import DistEngine
     from gradwire.transport.base import Link
 
 __all__ = ["WaitingHooks", "run_waiting_hooks"]
@@ -44,24 +44,24 @@ class WaitingHooks:
     def __init__(self) -> None:
         # Reentrant: the destructor of a task ends its pass, at any moment.
         self._lock = threading.RLock()
-        self._passes: dict[MessageId, _Waiting] = {}
+        self._passes: dict[AutogradMessageId, _Waiting] = {}
 
-    def add_leaf(self, pass_id: MessageId, context: ContextId, leaf: torch.Tensor) -> None:
+    def add_leaf(self, pass_id: AutogradMessageId, context: ContextId, leaf: torch.Tensor) -> None:
         """A leaf has got a gradient. Its hooks run when the pass is over."""
         with self._lock:
             waiting = self._passes.setdefault(pass_id, _Waiting())
             waiting.leaves.setdefault(context, WeakTensorKeyDictionary())[leaf] = None
 
-    def add_links(self, pass_id: MessageId, links: Iterable[Link]) -> None:
+    def add_links(self, pass_id: AutogradMessageId, links: Iterable[Link]) -> None:
         """The peers at the other ends wait for the end of a pass."""
         with self._lock:
             self._passes.setdefault(pass_id, _Waiting()).links.update(links)
 
-    def wait_for(self, pass_id: MessageId) -> bool:
+    def wait_for(self, pass_id: AutogradMessageId) -> bool:
         """Whether any wait for the end of a pass, here or further on."""
         return pass_id in self._passes
 
-    def take(self, pass_id: MessageId) -> _Waiting | None:
+    def take(self, pass_id: AutogradMessageId) -> _Waiting | None:
         with self._lock:
             return self._passes.pop(pass_id, None)
 
@@ -71,22 +71,22 @@ class WaitingHooks:
             return
         with self._lock:
             for id in [
-                id for id in self._passes if id.node == peer and (before is None or id.number < before)
+                id for id in self._passes if id.peer == peer and (before is None or id.number < before)
             ]:
                 del self._passes[id]
 
 
-def run_waiting_hooks(participant: Participant, pass_id: MessageId) -> None:
+def run_waiting_hooks(engine: DistEngine, pass_id: AutogradMessageId) -> None:
     """A pass is over everywhere: runs the hooks that waited for it, here and further on."""
-    waiting = participant.hooks.take(pass_id)
+    waiting = engine.hooks.take(pass_id)
     if waiting is None:
         return
     told: list[Propagation] = []
     try:
         for link in waiting.links:
-            told.append(tell_pass_ended(participant.ambient, pass_id, link))
+            told.append(tell_pass_ended(engine.ambient, pass_id, link))
         for id, leaves in waiting.leaves.items():
-            context = participant.store.find(id)
+            context = engine.container.find(id)
             if context is not None:
                 for leaf in list(leaves):
                     _run_hooks(leaf, context)
@@ -98,7 +98,7 @@ def run_waiting_hooks(participant: Participant, pass_id: MessageId) -> None:
         raise
 
 
-def _run_hooks(leaf: torch.Tensor, context: ContextState) -> None:
+def _run_hooks(leaf: torch.Tensor, context: DistAutogradContext) -> None:
     """Runs the hooks of a leaf. They find the context's gradient in `.grad`, and may change or clear it."""
     with borrowed_grad([leaf]):
         leaf.grad = context.take_gradient(leaf)

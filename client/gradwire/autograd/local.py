@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from gradwire.autograd.edges import edge_of
+from gradwire.autograd.graph_tasks import RUN_MARKER, RUN_MARKER_GRADIENT, BackwardRun, running
 from gradwire.autograd.nodes import ANCHOR, is_leaf_node
-from gradwire.autograd.passes import RUN_MARKER, RUN_MARKER_GRADIENT, Run, running
 from gradwire.autograd.records import elements_of
 
 __all__ = ["Root", "backward_into_grad", "backward_to_leaves", "nodes_from"]
@@ -37,7 +37,7 @@ def nodes_from(roots: Sequence[Root]) -> Iterator[Node]:
 def backward_to_leaves(
     roots: Sequence[Root],
     gradients: Sequence[torch.Tensor | None],
-    run: Run,
+    run: BackwardRun,
     collect: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Backpropagates to every leaf and hands over the leaves' gradients; `.grad` is left alone.
@@ -51,9 +51,9 @@ def backward_to_leaves(
     marked = *roots, RUN_MARKER
     with_marker = *gradients, RUN_MARKER_GRADIENT
     try:
-        with run.participant.reading(leaves), running(run):
+        with run.engine.reading(leaves), running(run):
             run.check_fresh()
-            if run.asker is not None:
+            if run.requester is not None:
                 # What torch.autograd.grad comes down to for gradients that are known to fit.
                 found = _engine_run_backward(
                     marked,
@@ -93,10 +93,12 @@ def _variable(leaf_node: Node) -> torch.Tensor:
     return variable
 
 
-def backward_into_grad(roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], run: Run) -> None:
+def backward_into_grad(
+    roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], run: BackwardRun
+) -> None:
     """Backpropagates into `.grad`, as a plain backward() does."""
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
-    with run.participant.reading(leaves), running(run):
+    with run.engine.reading(leaves), running(run):
         torch.autograd.backward(
             (*roots, RUN_MARKER),  # type: ignore[arg-type] # tensors and edges mix
             (*gradients, RUN_MARKER_GRADIENT),

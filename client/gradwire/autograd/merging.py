@@ -7,7 +7,7 @@ graph once.
 
 A send node may need contributions before that: where the arguments of a call were computed from the result
 of the one before. Then what is there goes, and says what is still to come, and the worker holds its run
-open: its engine keeps the gradients where the graph meets, and goes on when the others come. A reply never
+open: its engine keeps the gradients where the graph meets, and goes on when the others come. A response never
 waits for gradients that were not sent yet, so nobody can wait for one another.
 """
 
@@ -20,10 +20,10 @@ import torch
 
 from gradwire.autograd.groups import Group, joins
 from gradwire.autograd.propagating import Batch, HeldElsewhere, Propagation
-from gradwire.autograd.records import Gradients, Received
+from gradwire.autograd.records import Gradients, ReceivedTensors
 
 if TYPE_CHECKING:
-    from gradwire.autograd.passes import Task
+    from gradwire.autograd.graph_tasks import GraphTaskState
 
 __all__ = ["Merge", "Merges"]
 
@@ -50,7 +50,7 @@ class Merges:
                 self._by_group.setdefault(merge.group.whole, []).append(merge)
         return self._by_group.get(group.whole, ())
 
-    def expecting(self, received: Received, group: Group) -> Merge:
+    def expecting(self, received: ReceivedTensors, group: Group) -> Merge:
         """The one that gathers the gradients of a result."""
         others = self.of(group)
         for merge in others:
@@ -67,23 +67,23 @@ class Merges:
 class Merge:
     """The gradients of one graph task for the results of one group."""
 
-    def __init__(self, group: Group, others: Set[Received]) -> None:
+    def __init__(self, group: Group, others: Set[ReceivedTensors]) -> None:
         self.group = group
         self.members = frozenset(r for r in group.members if r not in others and _will_fire(r))
         self._to_fire = set(self.members)
-        self._gathered: list[tuple[Received, Gradients]] = []
+        self._gathered: list[tuple[ReceivedTensors, Gradients]] = []
         self._held: HeldElsewhere | None = None
         self._last: Propagation | None = None
         """What went to the run that is held open, last."""
 
-    def add(self, received: Received, gradients: Gradients, task: Task) -> None:
+    def add(self, received: ReceivedTensors, gradients: Gradients, task: GraphTaskState) -> None:
         """The recv node of a result ran."""
         self._to_fire.discard(received)
         self._gathered.append((received, gradients))
         if not self._to_fire:
             self.flush(task, may_wait=False)
 
-    def pass_by(self, received: Received, task: Task) -> None:
+    def pass_by(self, received: ReceivedTensors, task: GraphTaskState) -> None:
         """It ran without a gradient."""
         if self._held is not None and received in self._held.to_come:
             # Contributions to what it depends on wait for this.
@@ -93,7 +93,7 @@ class Merge:
             if not self._to_fire:
                 self.flush(task, may_wait=False)
 
-    def flush(self, task: Task, *, may_wait: bool) -> None:
+    def flush(self, task: GraphTaskState, *, may_wait: bool) -> None:
         """Sends what was gathered."""
         if not self._gathered:
             return
@@ -115,7 +115,7 @@ class Merge:
         for item in others:
             task.send(Batch([item], like=item[0]))
 
-    def _start(self, gathered: list[tuple[Received, Gradients]], task: Task) -> None:
+    def _start(self, gathered: list[tuple[ReceivedTensors, Gradients]], task: GraphTaskState) -> None:
         like = gathered[0][0]
         first = min(received.source.number for received, _ in gathered)
         # Only earlier results, since the worker takes them in descending order: nothing that was sent may
@@ -128,10 +128,12 @@ class Merge:
         if not to_come:
             task.send(Batch(gathered, like=like))
             return
-        self._held = HeldElsewhere(like.participant.new_id(), like, set(to_come))
+        self._held = HeldElsewhere(like.engine.new_id(), like, set(to_come))
         self._last = task.send(Batch(gathered, like=like, held=self._held, announced=to_come))
 
-    def _go_on(self, expected: list[tuple[Received, Gradients]], held: HeldElsewhere, task: Task) -> None:
+    def _go_on(
+        self, expected: list[tuple[ReceivedTensors, Gradients]], held: HeldElsewhere, task: GraphTaskState
+    ) -> None:
         first = min(received.source.number for received, _ in expected)
         later = [received for received in held.to_come if received.source.number >= first]
         held.to_come.difference_update(later)
@@ -139,7 +141,7 @@ class Merge:
         if not held.to_come:
             self._held = None
 
-    def finish(self, task: Task) -> None:
+    def finish(self, task: GraphTaskState) -> None:
         """At the end of the graph task: nothing more comes."""
         self.flush(task, may_wait=True)
         held, self._held = self._held, None
@@ -156,10 +158,10 @@ class Merge:
         held, self._held = self._held, None
         self._gathered.clear()
         if held is not None:
-            held.like.participant.give_up(held.like, held.id)
+            held.like.engine.give_up(held.like, held.id)
 
 
-def _will_fire(received: Received) -> bool:
+def _will_fire(received: ReceivedTensors) -> bool:
     """Whether a gradient may come for a result in this graph task."""
     if received.is_spent:
         return False  # its recv node may run, but without a gradient, and the worker has let go of it

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gradwire._scope import current_scope
 from gradwire.proto.v1 import autograd_pb2
+from gradwire.runtime.scope import current_scope
 
 __all__ = ["anomaly_is_wanted", "applied", "capture", "detecting_anomaly"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from gradwire.autograd import passes
-from gradwire.autograd.records import Received, SentArguments
+from gradwire.autograd import graph_tasks
+from gradwire.autograd.records import ReceivedTensors, SentArguments
 
 if TYPE_CHECKING:
     from gradwire.autograd.groups import Reach
@@ -40,7 +40,7 @@ def _all_leaves_wanted() -> bool:
 
 
 class SendRpc(torch.autograd.Function):
-    """forward: tensors -> token. backward: wait for the replies, return the summed contributions."""
+    """forward: tensors -> token. backward: wait for the responses, return the summed contributions."""
 
     @staticmethod
     def forward(ctx: Any, record: SentArguments, *tensors: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class SendRpc(torch.autograd.Function):
         record: SentArguments | None = ctx.record()
         if record is None or token_gradient[0] is None:
             return None, *[None] * ctx.arity
-        return None, *passes.collect(record)
+        return None, *graph_tasks.collect(record)
 
 
 class RecvRpc(torch.autograd.Function):
@@ -64,7 +64,7 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, received: Received, data: Sequence[torch.Tensor], *tokens: torch.Tensor
+        ctx: Any, received: ReceivedTensors, data: Sequence[torch.Tensor], *tokens: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.received = received
         # The garbage collector sees the owner of a node only if that is one tensor, and may look while torch,
@@ -79,15 +79,15 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        received: Received = ctx.received
+        received: ReceivedTensors = ctx.received
         has_gradient = any(gradient is not None for gradient in gradients)
         awaits_mail = False
-        run = passes.current_run()
+        run = graph_tasks.current_run()
         if run is not None and run.answers(received):
             if has_gradient:
                 run.contribute(received, gradients)
         elif has_gradient or received.group is not None:
-            task = passes.current_task(_all_leaves_wanted)
+            task = graph_tasks.current_task(_all_leaves_wanted)
             with task:
                 if has_gradient:
                     # Contributions may come back for what this node sent.
@@ -130,7 +130,7 @@ def add_send(record: SentArguments, tensors: Sequence[torch.Tensor]) -> None:
     record.token = token
 
 
-def add_recv(received: Received, data: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def add_recv(received: ReceivedTensors, data: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Puts a recv node above tensors that came in (PyTorch: addRecvRpcBackward)."""
     tokens = [sent.token for sent in received.depends_on]
     tokens += [_token_of(reach) for reach in received.builds_on]
@@ -158,7 +158,7 @@ def is_token_node(node: object) -> bool:
     return isinstance(node, _TOKEN_NODES)
 
 
-def received_of(node: object) -> Received | None:
+def received_of(node: object) -> ReceivedTensors | None:
     """The record of a recv node; None for any other node."""
     return getattr(node, "received", None) if isinstance(node, _RECV_NODE) else None
 

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire import wire
-from gradwire._scope import cancel_with_caller, time_left, waiting
 from gradwire.autograd.feedback import GradientCodecs
-from gradwire.autograd.ids import ContextId, MessageId, message_ids, message_protos
 from gradwire.autograd.modes import anomaly_is_wanted
-from gradwire.autograd.records import Gradients, Received, SentArguments, SentResults
+from gradwire.autograd.records import Gradients, ReceivedTensors, SentArguments, SentResults
 from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
 from gradwire.proto.v1 import autograd_pb2, link_pb2
-from gradwire.transport.base import Link, Pending
-from gradwire.transport.base import Received as ReceivedMessage
+from gradwire.runtime.scope import cancel_with_caller, time_left, waiting
+from gradwire.transport.base import Link, Payload, ResponseFuture
+from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
 
 if TYPE_CHECKING:
-    from gradwire.autograd.participant import Participant
-    from gradwire.autograd.passes import Task
+    from gradwire.autograd.engine import DistEngine
+    from gradwire.autograd.graph_tasks import GraphTaskState
 
 __all__ = [
     "Batch",
@@ -42,10 +41,10 @@ __all__ = [
 class HeldElsewhere:
     """A run on another node that is held open for gradients which are still to come."""
 
-    id: MessageId
-    like: Received
+    id: AutogradMessageId
+    like: ReceivedTensors
     """One of the results that it started with: where it runs."""
-    to_come: set[Received]
+    to_come: set[ReceivedTensors]
     is_open: bool = True
 
 
@@ -53,14 +52,14 @@ class HeldElsewhere:
 class Batch:
     """Gradients for results of one node, to be backpropagated in one run."""
 
-    items: Sequence[tuple[Received, Gradients]]
-    like: Received
+    items: Sequence[tuple[ReceivedTensors, Gradients]]
+    like: ReceivedTensors
     """One of the results, or one like them: where they came from, and in which context."""
     held: HeldElsewhere | None = None
     """The run that they are part of, if it is held open."""
-    announced: Sequence[Received] = ()
+    announced: Sequence[ReceivedTensors] = ()
     """What will come later in that run, if it starts with these."""
-    not_awaited: Sequence[Received] = ()
+    not_awaited: Sequence[ReceivedTensors] = ()
     """Results that the run waited for and, from these on, waits for no longer: what earlier gradients have in
     common with them goes on now."""
 
@@ -70,13 +69,13 @@ class Propagation:
 
     def __init__(
         self,
-        pending: Pending,
+        future: ResponseFuture,
         deliver: Callable[[Any], None],
-        read_for: Callable[[Pending], None],
+        read_for: Callable[[ResponseFuture], None],
         what: str,
     ) -> None:
         self._read_for = read_for
-        self._pending = pending
+        self._future = future
         self._deliver: Callable[[Any], None] | None = deliver
         self._is_delivered = False
         self._lock = threading.Lock()
@@ -85,7 +84,7 @@ class Propagation:
     @property
     def is_settled(self) -> bool:
         """Whether there is an answer, so that waiting takes no time."""
-        return self._pending.done()
+        return self._future.done()
 
     def wait(self) -> None:
         """Returns when everything that it set off is done and its contributions are in the mailboxes."""
@@ -99,7 +98,7 @@ class Propagation:
         with self._lock:
             if self._deliver is not None:
                 deliver, self._deliver = self._deliver, None
-                deliver(self._pending.result())
+                deliver(self._future.result())
                 self._is_delivered = True
 
     def _wait_for_failure(self) -> BaseException | None:
@@ -108,21 +107,21 @@ class Propagation:
         except CancelledError:
             return Cancelled("the backward that it was part of was given up")
         except BaseException:  # the user interrupts
-            self._pending.cancel()
+            self._future.cancel()
             raise
 
     def _wait_for_outcome(self) -> BaseException | None:
-        self._read_for(self._pending)
-        return self._pending.exception()
+        self._read_for(self._future)
+        return self._future.exception()
 
     def cancel(self) -> None:
-        if self._pending.cancel():
+        if self._future.cancel():
             return
         with self._lock:
             deliver, self._deliver = self._deliver, None
-        if deliver is not None and self._pending.exception() is None and self._pending.unread is not None:
+        if deliver is not None and self._future.exception() is None and self._future.on_discarded is not None:
             # The answer came, but nobody will look into it.
-            self._pending.unread(self._pending.result())
+            self._future.on_discarded(self._future.result())
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:
@@ -134,15 +133,15 @@ def _with_note(error: BaseException, note: str) -> BaseException:
 
 
 def propagate(
-    participant: Participant, batch: Batch, task: Task, expect: Callable[[Propagation], None]
+    engine: DistEngine, batch: Batch, task: GraphTaskState, expect: Callable[[Propagation], None]
 ) -> None:
     """Sends gradients to where the tensors came from.
 
     `expect` is told before they leave: mail from a third node may be back before this returns.
     """
-    link = participant.link_to(batch.like)
+    link = engine.link_to(batch.like)
     run = task.run
-    releases = participant.releases_to(link)
+    releases = engine.releases_to(link)
     request = autograd_pb2.PropagateGradientsRequest(
         retain_graph=task.retain_graph or not all(received.is_spent for received, _ in batch.items),
         create_graph=task.create_graph,
@@ -150,7 +149,7 @@ def propagate(
         detect_anomaly=anomaly_is_wanted(),
     )
     batch.like.context.write(request.context)
-    task.pass_id(participant).write(getattr(request, "pass"))
+    task.pass_id(engine).write(getattr(request, "pass"))
     if run is not None and run.collect_into is not None:
         run.collect_into.write(request.collect_into)
     if batch.held is not None:
@@ -164,15 +163,15 @@ def propagate(
         codecs = None
         if received.compression is not None and received.compression.backward in link.peer_codecs:
             codecs = GradientCodecs(
-                participant.feedback, link.peer.node, received.compression, create_graph=task.create_graph
+                engine.feedback, link.peer.id, received.compression, create_graph=task.create_graph
             )
         encode_gradients(message, received.source, gradients, encoder, codecs)
     sent = None
     if task.create_graph:
         batch.like.context.write(request.autograd.context)
-        sent = participant.send(request.autograd, encoder.tensors, batch.like.context, link)
-    pending = Pending()
-    pending.unread = releases.unread(autograd_pb2.PropagateGradientsReply)
+        sent = engine.send(request.autograd, encoder.tensors, batch.like.context, link)
+    future = ResponseFuture()
+    future.on_discarded = releases.on_discarded(autograd_pb2.PropagateGradientsResponse)
     # The flag tells the other end to let go after this, if it comes to that.
     lets_go = [] if request.retain_graph else [item for item, _ in batch.items if not item.are_arguments]
     # Last, so that nothing which was taken can get lost before the undoing is arranged.
@@ -181,11 +180,11 @@ def propagate(
         request.released.extend(message_protos(released))
     undone = [*released, *(received.source for received in lets_go)]
     if undone or sent is not None:
-        participant.undo_if_failed(pending, link, sent, undone)
+        engine.undo_if_failed(future, link, sent, undone)
     what = f"{batch.like.what} on {link.peer}"
     deliver = partial(
         _deliver,
-        participant,
+        engine,
         task.id,
         task.awaited,
         task.awaiting_end,
@@ -199,57 +198,57 @@ def propagate(
         request.tensors.CopyFrom(table)
         if encoder.saved:
             link.count_saved(encoder.saved)
-        cancel_with_caller(pending)
-        expect(Propagation(pending, deliver, link.read_for, what))
-        link.ask(
+        cancel_with_caller(future)
+        expect(Propagation(future, deliver, link.read_for, what))
+        link.send_request(
             link_pb2.METHOD_PROPAGATE_GRADIENTS,
             request.SerializeToString(),
             attachments,
             timeout=time_left(None),
-            pending=pending,
+            future=future,
         )
     except BaseException:
-        pending.cancel()
+        future.cancel()
         raise
     for received in lets_go:
         received.released()
 
 
 def _deliver(
-    participant: Participant,
+    engine: DistEngine,
     task: int,
-    awaited: dict[MessageId, SentArguments],
+    awaited: dict[AutogradMessageId, SentArguments],
     awaiting_end: set[Link],
     held: HeldElsewhere | None,
     link: Link,
     what: str,
     compression: autograd_pb2.Compression | None,
-    message: ReceivedMessage,
+    message: Payload,
 ) -> None:
-    """Puts the contributions of a reply into the mailboxes."""
-    reply = wire.parse(autograd_pb2.PropagateGradientsReply, message.body)
-    expected = (awaited.get(id) or participant.store.arguments(id) for id in _ids_of(reply.contributions))
+    """Puts the contributions of a response into the mailboxes."""
+    response = wire.parse(autograd_pb2.PropagateGradientsResponse, message.body)
+    expected = (awaited.get(id) or engine.container.arguments(id) for id in _ids_of(response.contributions))
     limits = gradient_limits(link.limits, [sent for sent in expected if sent is not None])
-    decoder = wire.Decoder(reply.tensors, message.attachments, limits=limits)
+    decoder = wire.Decoder(response.tensors, message.attachments, limits=limits)
     if decoder.saved:
         link.count_saved(decoder.saved)
     try:
         if held is not None:
-            held.is_open = reply.is_held
-        if reply.awaits_end:
+            held.is_open = response.is_held
+        if response.awaits_end:
             awaiting_end.add(link)
-        if reply.HasField("autograd"):
+        if response.HasField("autograd"):
             what = f"the backward of {what}"
-            participant.receive(reply.autograd, decoder, link, what, compression, are_arguments=False)
-        for contribution in reply.contributions:
-            id = MessageId.parse(contribution.message)
-            # First of all those that were awaited: a reply to somebody else may have overtaken this one, and
-            # released them from the store.
+            engine.receive(response.autograd, decoder, link, what, compression, are_arguments=False)
+        for contribution in response.contributions:
+            id = AutogradMessageId.parse(contribution.message)
+            # First of all those that were awaited: another response may have overtaken this one,
+            # and released them from the container.
             sent = awaited.get(id)
-            if sent is None and held is not None and (sent := participant.store.arguments(id)) is not None:
+            if sent is None and held is not None and (sent := engine.container.arguments(id)) is not None:
                 # The other end would not hold the run open, so this is mail for which it is early.
                 awaited[id] = sent
-                sent.await_reply(task)
+                sent.await_response(task)
             if sent is None:
                 raise NotFound(
                     f"{link.peer} sent gradients for arguments that this node no longer keeps: they were "
@@ -259,30 +258,30 @@ def _deliver(
             if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
                 raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
     finally:
-        if reply.released:
-            participant.store.release(message_ids(reply.released))
+        if response.released:
+            engine.container.release(message_ids(response.released))
 
 
-def tell_pass_ended(context: ContextId, pass_id: MessageId, link: Link) -> Propagation:
+def tell_pass_ended(context: ContextId, pass_id: AutogradMessageId, link: Link) -> Propagation:
     """Tells a peer that a pass is over everywhere. The peer answers when its waiting hooks have run."""
     request = autograd_pb2.PropagateGradientsRequest(pass_ended=True)
     context.write(request.context)
     pass_id.write(getattr(request, "pass"))
-    pending = Pending()
-    propagation = Propagation(pending, lambda _: None, link.read_for, f"the hooks on {link.peer}")
-    cancel_with_caller(pending)
-    link.ask(
+    future = ResponseFuture()
+    propagation = Propagation(future, lambda _: None, link.read_for, f"the hooks on {link.peer}")
+    cancel_with_caller(future)
+    link.send_request(
         link_pb2.METHOD_PROPAGATE_GRADIENTS,
         request.SerializeToString(),
         timeout=time_left(None),
-        pending=pending,
+        future=future,
     )
     return propagation
 
 
 def encode_gradients(
     message: autograd_pb2.Gradients,
-    id: MessageId,
+    id: AutogradMessageId,
     gradients: Gradients,
     encoder: wire.Encoder,
     codecs: GradientCodecs | None = None,
@@ -296,8 +295,8 @@ def encode_gradients(
             message.tensors.append(encoder.tensor(gradient, f"gradient {slot}", codec))
 
 
-def _ids_of(messages: Iterable[autograd_pb2.Gradients]) -> list[MessageId]:
-    return [MessageId.parse(message.message) for message in messages]
+def _ids_of(messages: Iterable[autograd_pb2.Gradients]) -> list[AutogradMessageId]:
+    return [AutogradMessageId.parse(message.message) for message in messages]
 
 
 def gradient_limits(limits: wire.Limits, all_sent: Sequence[SentArguments | SentResults]) -> wire.Limits:

@@ -1,7 +1,7 @@
 """What a node remembers of tensors that crossed to or from another one.
 
-Sending arguments leaves a `SentArguments` here and a `Received` there; sending results leaves a
-`SentResults` there and a `Received` here. Gradients flow from Received to Sent.
+Sending arguments leaves a `SentArguments` here and a `ReceivedTensors` there; sending results leaves a
+`SentResults` there and a `ReceivedTensors` here. Gradients flow from ReceivedTensors to Sent.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from gradwire.autograd.edges import edge_of
-from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.proto.v1 import autograd_pb2
-from gradwire.transport.base import Link
-from gradwire.transport.base import Received as ReceivedMessage
+from gradwire.transport.base import Link, Payload
+from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
+    from gradwire.autograd.engine import DistEngine
     from gradwire.autograd.groups import Group, Reach
-    from gradwire.autograd.participant import Participant
     from gradwire.autograd.propagating import Propagation
     from gradwire.autograd.regions import Name
 
 __all__ = [
     "Gradients",
-    "Received",
+    "ReceivedTensors",
     "Releases",
     "SentArguments",
     "SentResults",
@@ -72,7 +71,9 @@ def nbytes(tensor: torch.Tensor) -> int:
 class SentArguments:
     """Arguments that this node sent: a mailbox for the gradients that come back."""
 
-    def __init__(self, id: MessageId, context: ContextId, tensors: Sequence[torch.Tensor], peer: int) -> None:
+    def __init__(
+        self, id: AutogradMessageId, context: ContextId, tensors: Sequence[torch.Tensor], peer: int
+    ) -> None:
         self.id = id
         self.context = context
         self.peer = peer
@@ -99,15 +100,15 @@ class SentArguments:
             return [None] * self.arity
         return [None if node is None else GradientEdge(node, slot) for node, slot in send.next_functions]
 
-    def await_reply(self, task: int, propagation: Propagation | None = None) -> None:
-        """There may be mail for a graph task; its send node must not run before that reply is in."""
+    def await_response(self, task: int, propagation: Propagation | None = None) -> None:
+        """There may be mail for a graph task; its send node must not run before that response is in."""
         with self._lock:
             awaited = self._awaiting.setdefault(task, [])
             if propagation is not None:
                 awaited.append(propagation)
 
     def awaited_in(self, task: int) -> list[Propagation]:
-        """The replies that may bring mail for a graph task."""
+        """The responses that may bring mail for a graph task."""
         with self._lock:
             return list(self._awaiting.get(task, ()))
 
@@ -124,7 +125,7 @@ class SentArguments:
             return True
 
     def collect(self, task: int) -> Gradients:
-        """Waits for the replies that may bring mail for a graph task, and takes the mail."""
+        """Waits for the responses that may bring mail for a graph task, and takes the mail."""
         for propagation in self.awaited_in(task):
             propagation.wait()
         return self.forget(task)
@@ -141,7 +142,7 @@ class SentResults:
 
     def __init__(
         self,
-        id: MessageId,
+        id: AutogradMessageId,
         context: ContextId,
         tensors: Sequence[torch.Tensor],
         function: str,
@@ -168,43 +169,43 @@ class _NameReference(weakref.ref["Name"]):
     """To a name that another node knows. Called back when nothing has the name any more."""
 
     __slots__ = ("id",)
-    id: MessageId
+    id: AutogradMessageId
 
 
 class Releases:
     """Messages of one other node that nothing here refers to any more, to be told to it.
 
-    They ride on the next message that goes there. `append` and what `unread` returns are called by
+    They ride on the next message that goes there. `append` and what `on_discarded` returns are called by
     destructors, at any moment and in any thread, so they do nothing but append.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[MessageId | _NameReference] = deque()
-        self._names: dict[MessageId, _NameReference] = {}
-        self._unread: deque[tuple[type[Any], bytes]] = deque()
-        self._learned: deque[MessageId] = deque()
+        self._waiting: deque[AutogradMessageId | _NameReference] = deque()
+        self._names: dict[AutogradMessageId, _NameReference] = {}
+        self._discarded: deque[tuple[type[Any], bytes]] = deque()
+        self._learned: deque[AutogradMessageId] = deque()
         self.append = self._waiting.append
         self.append_learned = self._learned.append
         """For results that came and that later ones may build on."""
 
-    def unread(self, kind: type[Any]) -> Callable[[ReceivedMessage], None]:
-        """For replies of a kind that came, and that nobody looks into."""
-        return lambda reply: self._unread.append((kind, reply.body))
+    def on_discarded(self, kind: type[Any]) -> Callable[[Payload], None]:
+        """For responses of a kind that came, and that nobody looks into."""
+        return lambda response: self._discarded.append((kind, response.body))
 
-    def take_unread(self) -> list[tuple[type[Any], bytes]]:
+    def take_discarded(self) -> list[tuple[type[Any], bytes]]:
         taken = []
-        while self._unread:
-            taken.append(self._unread.popleft())
+        while self._discarded:
+            taken.append(self._discarded.popleft())
         return taken
 
-    def take(self) -> list[MessageId]:
+    def take(self) -> list[AutogradMessageId]:
         if not self._waiting:
             return []
         return [
             self._forgotten(one) if isinstance(one, _NameReference) else one for one in _taken(self._waiting)
         ]
 
-    def take_learned(self) -> list[MessageId]:
+    def take_learned(self) -> list[AutogradMessageId]:
         return _taken(self._learned) if self._learned else []
 
     def offer(self, name: Name) -> None:
@@ -214,14 +215,14 @@ class Releases:
         reference = self._names[name.id] = _NameReference(name, self._waiting.append)
         reference.id = name.id
 
-    def confirm(self, ids: Iterable[MessageId]) -> None:
+    def confirm(self, ids: Iterable[AutogradMessageId]) -> None:
         """The other node knows names."""
         for id in ids:
             name = self._names[id]() if id in self._names else None
             if name is not None:
                 name.is_known = True
 
-    def _forgotten(self, reference: _NameReference) -> MessageId:
+    def _forgotten(self, reference: _NameReference) -> AutogradMessageId:
         self._names.pop(reference.id, None)
         return reference.id
 
@@ -240,7 +241,7 @@ def _taken(waiting: deque[_Item], at_most: int = 1000) -> list[_Item]:
     return taken
 
 
-class Received:
+class ReceivedTensors:
     """Tensors that came from another node: where their gradients go.
 
     Lives as long as the recv node does. When that goes, the sender may let go, too.
@@ -248,8 +249,8 @@ class Received:
 
     def __init__(
         self,
-        participant: Participant,
-        source: MessageId,
+        engine: DistEngine,
+        source: AutogradMessageId,
         context: ContextId,
         *,
         link: Link | None,
@@ -259,10 +260,10 @@ class Received:
         arity: int,
         compression: autograd_pb2.Compression | None = None,
         depends_on: Sequence[SentArguments] = (),
-        foreign: Sequence[MessageId] = (),
+        foreign: Sequence[AutogradMessageId] = (),
         builds_on: Sequence[Reach] = (),
     ) -> None:
-        self.participant = participant
+        self.engine = engine
         self.source = source
         self.context = context
         self.link = link
@@ -283,7 +284,7 @@ class Received:
         self.node: weakref.ref[Any] | None = None
         """The recv node."""
         self.is_live = False
-        """Whether it is among the participant's live messages."""
+        """Whether it is among the engine's live messages."""
         self._spent: set[int] = set()
         self._releases = releases
 
@@ -293,11 +294,11 @@ class Received:
         It does of arguments that it sent: they have a send node in its graph. Of results that it sent it is
         never told that they are reached.
         """
-        return self.are_arguments and self.source.node == peer
+        return self.are_arguments and self.source.peer == peer
 
     def may_share(self, other: SentArguments | Reach) -> bool:
         """Whether arguments, or earlier results, are of the same worker and the same context."""
-        return other.peer == self.source.node and other.context == self.context
+        return other.peer == self.source.peer and other.context == self.context
 
     def spend(self, gradients: Gradients, *, for_good: bool) -> None:
         """Backward comes through some of the tensors: for good, if the graph is not retained.
@@ -326,6 +327,6 @@ class Received:
     def __del__(self) -> None:
         # At any moment and in any thread, so only what needs no lock.
         if self.is_live:
-            self.participant.live.discard(self.source)
+            self.engine.live.discard(self.source)
         if self._releases is not None:
             self._releases.append(self.source)

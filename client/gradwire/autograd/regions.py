@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from gradwire.autograd.edges import edge_of
-from gradwire.autograd.ids import ContextId, MessageId
 from gradwire.autograd.nodes import is_leaf_node, is_token_node, received_of
-from gradwire.autograd.records import Received
+from gradwire.autograd.records import ReceivedTensors
+from gradwire.wire.ids import AutogradMessageId, ContextId
 
 __all__ = ["Name", "Reached", "Regions"]
 
@@ -33,7 +33,7 @@ class Name:
     Every region of that graph refers to it. When the last one goes, the receiver is told to forget the name.
     """
 
-    def __init__(self, id: MessageId, context: ContextId, peer: int) -> None:
+    def __init__(self, id: AutogradMessageId, context: ContextId, peer: int) -> None:
         self.id = id
         self.context = context
         self.peer = peer
@@ -53,7 +53,7 @@ class Region:
     __slots__ = ("_received", "below", "name")
 
     def __init__(self) -> None:
-        self._received: list[weakref.ref[Received]] = []
+        self._received: list[weakref.ref[ReceivedTensors]] = []
         self.below: dict[Region, None] = {}
         self.name: Name | None = None
         """The first results that lead here, if results do."""
@@ -70,7 +70,7 @@ class Region:
         return bool(self._received)
 
     @property
-    def received(self) -> Iterator[Received]:
+    def received(self) -> Iterator[ReceivedTensors]:
         """The records in it that lead to other nodes."""
         return (record for reference in self._received if (record := reference()) is not None)
 
@@ -93,8 +93,8 @@ class Region:
 class Reached:
     """What tensors reach that are about to be sent."""
 
-    messages: Sequence[MessageId]
-    builds_on: Sequence[MessageId] = ()
+    messages: Sequence[AutogradMessageId]
+    builds_on: Sequence[AutogradMessageId] = ()
     """Names that stand for more of it."""
 
 
@@ -119,12 +119,14 @@ class Regions:
         # A walk must not come upon a region that another one has not finished.
         self._lock = threading.Lock()
 
-    def reached_by(self, tensors: Sequence[torch.Tensor], peer: int) -> list[MessageId]:
+    def reached_by(self, tensors: Sequence[torch.Tensor], peer: int) -> list[AutogradMessageId]:
         """The messages of other nodes that tensors reach which are about to go to a peer."""
         with self._lock:
             return self._messages(self._walk(tensors), peer)
 
-    def name(self, tensors: Sequence[torch.Tensor], name: Name, own_call: MessageId | None) -> Reached:
+    def name(
+        self, tensors: Sequence[torch.Tensor], name: Name, own_call: AutogradMessageId | None
+    ) -> Reached:
         """The same for results, which from now on are a name for what they reach.
 
         What earlier results are a name for that the peer knows, those stand for. Results that have nothing in
@@ -137,7 +139,7 @@ class Regions:
                 return Reached(self._messages(region, name.peer))
             name.order = next(self._counter)
             below: dict[Name, None] = {}
-            received: list[Received] = []
+            received: list[ReceivedTensors] = []
             for reached in self._claim(region, name, below):
                 received.extend(reached.received)
             # A name stands for messages of one context: gradients that are gathered for one context must not
@@ -224,8 +226,8 @@ class Regions:
             region.below = dict.fromkeys(below.skipped() for below in region.below)
         return found[0]
 
-    def _messages(self, region: Region, peer: int) -> list[MessageId]:
-        reached: dict[MessageId, None] = {}
+    def _messages(self, region: Region, peer: int) -> list[AutogradMessageId]:
+        reached: dict[AutogradMessageId, None] = {}
         stack, seen = [region], {region}
         while stack:
             region = stack.pop()
@@ -238,4 +240,4 @@ class Regions:
             seen.update(region.below)
         # What this node sent is in its own graph, where the walk has gone on; but one who calls itself is
         # told what it sent.
-        return [id for id in reached if id.node != self._node or peer == self._node]
+        return [id for id in reached if id.peer != self._node or peer == self._node]

@@ -19,7 +19,7 @@ __all__ = ["ls"]
 
 def ls(target: Target, json: Json = False, connect_timeout: ConnectTimeout = 10.0) -> None:
     """List what a worker serves: names, signatures and what they do."""
-    from gradwire._describe import function_info
+    from gradwire.api.function_info import function_info
 
     with connected(target, connect_timeout) as worker:
         description = worker.describe()

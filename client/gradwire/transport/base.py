@@ -1,7 +1,7 @@
 """The one seam between gradwire and what carries its messages.
 
-A `Link` is a conversation with one other node in which both ends may ask. Whoever is asked gets an
-`Exchange` and answers it once, from any thread, whenever the answer is ready. Bodies are opaque bytes
+A `Link` is a session with one other peer in which both ends may ask. Whoever is asked gets an
+`ServerCall` and answers it once, from any thread, whenever the answer is ready. Bodies are opaque bytes
 here; attachments are the memory of large tensors.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,22 +21,21 @@ import numpy.typing as npt
 
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import link_pb2, tensor_pb2
-from gradwire.transport.callbacks import call_elsewhere
+from gradwire.system.callbacks import call_each, call_elsewhere
 from gradwire.wire import Limits, supported_codecs
 
 __all__ = [
     "LARGE_BYTES",
     "Buffer",
-    "Exchange",
     "Handler",
-    "Identity",
     "Link",
     "LinkSettings",
-    "Pending",
-    "Received",
+    "Payload",
+    "PeerIdentity",
+    "ResponseFuture",
     "Sendable",
+    "ServerCall",
     "Traffic",
-    "call_each",
     "counted_size",
 ]
 
@@ -59,15 +58,6 @@ def counted_size(body: bytes) -> int:
     return len(body) if len(body) >= LARGE_BYTES else 0
 
 
-def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
-    """Calls all of them; one that fails is logged and keeps no other from being called."""
-    for callback in callbacks:
-        try:
-            callback()
-        except Exception:
-            log.exception("a callback failed")
-
-
 class Sendable(Protocol):
     """Memory that travels beside a message, read while it is being sent."""
 
@@ -80,10 +70,10 @@ class Sendable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Who a node is."""
+class PeerIdentity:
+    """Who a peer is."""
 
-    node: int
+    id: int
     """Random 64-bit id, new for each start of a process."""
     name: str
     """For people."""
@@ -134,7 +124,7 @@ class LinkSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class Payload:
     """A message that arrived whole."""
 
     body: bytes
@@ -160,7 +150,7 @@ class Traffic:
         return self.sent + self.received
 
 
-class Pending(Future[Any]):
+class ResponseFuture(Future[Any]):
     """The answer to a question. Cancelling it reaches the other end."""
 
     is_nested = False
@@ -168,7 +158,7 @@ class Pending(Future[Any]):
     room that it lacks is waiting for."""
     abandon: Callable[[], None] | None = None
     """Set by the link: tells the other end that nobody waits any more."""
-    unread: Callable[[Received], object] | None = None
+    on_discarded: Callable[[Payload], object] | None = None
     """Set by whoever asks: told of an answer that came when it had just been cancelled. The other end does
     not know that nobody looks into it."""
 
@@ -258,9 +248,9 @@ class Pending(Future[Any]):
         if self._done_callbacks:
             super()._invoke_callbacks()  # type: ignore[misc]
 
-    def settle(self, outcome: Received | GradwireError) -> bool:
+    def settle(self, outcome: Payload | GradwireError) -> bool:
         """Sets the outcome unless there is one already."""
-        received, error = (outcome, None) if isinstance(outcome, Received) else (None, outcome)
+        received, error = (outcome, None) if isinstance(outcome, Payload) else (None, outcome)
         with self._guard:
             # An answer, a timer and a lost link may race; the lock decides who is first.
             is_first = self._state == "PENDING"
@@ -273,17 +263,17 @@ class Pending(Future[Any]):
                     self._awaited.notify_all()
         if is_first:
             self._invoke_callbacks()
-        elif received is not None and self.unread is not None:
-            self.unread(received)
+        elif received is not None and self.on_discarded is not None:
+            self.on_discarded(received)
         return is_first
 
 
-class Exchange(ABC):
+class ServerCall(ABC):
     """One question from the other end."""
 
     method: int
     """A value of link_pb2.Method."""
-    request: Received
+    request: Payload
     deadline: float | None
     """On time.monotonic's clock."""
     link: Link | None
@@ -296,11 +286,11 @@ class Exchange(ABC):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the asker no longer wants the answer."""
+        """Whether the requester no longer wants the answer."""
         return self._cancelled
 
     def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Calls back, once, when the asker cancels or is lost; at once if it already is so.
+        """Calls back, once, when the requester cancels or is lost; at once if it already is so.
 
         What it returns takes the callback back: what is done must not be kept for the length of a call.
         """
@@ -317,7 +307,7 @@ class Exchange(ABC):
             self._when_cancelled.pop(token, None)
 
     def cancel(self) -> None:
-        """The asker no longer wants the answer."""
+        """The requester no longer wants the answer."""
         with self._cancel_lock:
             self._cancelled = True
             callbacks, self._when_cancelled = self._when_cancelled, {}
@@ -334,24 +324,24 @@ class Exchange(ABC):
         """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
 
     @abstractmethod
-    def reply(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
-        """Answers. Whether the asker gets this answer: not if it is too large, nobody waits for it any more,
-        or there was another before."""
+    def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
+        """Sends the response. Whether the requester gets it: not if it is too large, nobody waits for it any
+        more, or another was sent before."""
 
     @abstractmethod
     def fail(self, error: link_pb2.Error) -> None:
         """Answers with an error."""
 
 
-Handler = Callable[[Exchange], object]
+Handler = Callable[[ServerCall], object]
 """Takes a question, on the thread that reads the link: it must hand over what takes time."""
 
 
 class Link(ABC):
-    """A conversation with one other node: either end may ask."""
+    """A session with one other peer: either end may ask."""
 
-    local: Identity
-    peer: Identity
+    local: PeerIdentity
+    peer: PeerIdentity
     peer_codecs: frozenset[int] = frozenset()
     """What the other end can decode."""
     inline_bytes: int = 0
@@ -361,38 +351,38 @@ class Link(ABC):
     """On what is decoded here of messages from the other end."""
     was_waited_for: bool = False
     """Whether it ended because the other end was out of reach for too long."""
-    annex: Any = None
+    autograd_state: Any = None
     """What the layer above keeps for as long as the link lives."""
 
     @abstractmethod
-    def ask(
+    def send_request(
         self,
         method: int,
         body: bytes,
         attachments: Sequence[Sendable] = (),
         *,
         timeout: float | None = None,
-        pending: Pending | None = None,
-    ) -> Pending:
-        """Sends a question. The answer settles `pending` (a new one if none is given).
+        future: ResponseFuture | None = None,
+    ) -> ResponseFuture:
+        """Sends a question. The answer settles `future` (a new one if none is given).
 
-        The answer is a `Received` or an exception: whatever the other end failed with,
+        The answer is a `Payload` or an exception: whatever the other end failed with,
         DeadlineExceeded after `timeout`, or a LinkError if the other end is lost.
         """
 
     @abstractmethod
-    def read_for(self, pending: Pending) -> None:
+    def read_for(self, future: ResponseFuture) -> None:
         """For a thread that is about to wait for an answer: reads the link until it comes, if nobody does."""
 
     @abstractmethod
-    def expect(self, pending: Pending) -> None:
+    def expect(self, future: ResponseFuture) -> None:
         """For those who wait for an answer in another way: has the link read until it comes."""
 
     @abstractmethod
     def close(self, *, leaving: bool = False) -> None:
         """Says goodbye and ends: questions in flight fail with LinkClosed at both ends.
 
-        `leaving` tells the other end that this node goes altogether.
+        `leaving` tells the other end that this peer goes altogether.
         """
 
     @abstractmethod

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gradwire.system.timers import call_later
 from gradwire.transport.base import Buffer
-from gradwire.transport.timers import call_later
 
 __all__ = ["Arriving", "Buffers", "new_arriving", "view"]
 

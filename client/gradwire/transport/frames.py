@@ -19,7 +19,7 @@ from gradwire.proto.v1 import link_pb2
 __all__ = [
     "LENGTH",
     "Chunk",
-    "Question",
+    "RequestFrame",
     "cancel",
     "chunk",
     "dropped",
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
     data: memoryview | bytes
 
 
-class Question(NamedTuple):
+class RequestFrame(NamedTuple):
     """A Request, whose body protobuf would copy each time that it is looked at."""
 
     id: int
@@ -61,8 +61,10 @@ class Question(NamedTuple):
     timeout_seconds: float
 
 
-def question(message: link_pb2.Request) -> Question:
-    return Question(message.id, message.method, message.body, message.transfers[:], message.timeout_seconds)
+def question(message: link_pb2.Request) -> RequestFrame:
+    return RequestFrame(
+        message.id, message.method, message.body, message.transfers[:], message.timeout_seconds
+    )
 
 
 def _varint(number: int) -> bytes:

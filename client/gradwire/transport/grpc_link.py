@@ -19,7 +19,6 @@ from typing import Any
 
 import grpc
 
-from gradwire._randomness import between, new_id
 from gradwire.errors import (
     ConnectFailed,
     DeadlineExceeded,
@@ -30,14 +29,15 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.proto.v1 import link_pb2
+from gradwire.system.randomness import between, new_id
+from gradwire.system.timers import Timer, call_later
 from gradwire.transport import faults, frames
-from gradwire.transport.base import Handler, Identity, LinkSettings
+from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
 from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
-from gradwire.transport.conversation import Conversation
 from gradwire.transport.local_streams import LocalStreams
 from gradwire.transport.same_host import meet
+from gradwire.transport.session import Session
 from gradwire.transport.streams import StreamPair, Streams
-from gradwire.transport.timers import Timer, call_later
 
 __all__ = ["PROTOCOL", "GrpcLink"]
 
@@ -56,11 +56,11 @@ class _Broken(Exception):
     """The streams ended; there may be another try."""
 
 
-class GrpcLink(Conversation):
+class GrpcLink(Session):
     """A link to a worker that listens. `connect` must come first."""
 
-    def __init__(self, target: str, local: Identity, handler: Handler, settings: LinkSettings) -> None:
-        super().__init__(local, Identity(0, target, ""), handler, settings)
+    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
+        super().__init__(local, PeerIdentity(0, target, ""), handler, settings)
         self.target = target
         self._session = new_id()
         self._patience = settings.connect_timeout
@@ -70,7 +70,7 @@ class GrpcLink(Conversation):
         self._calls: tuple[Any, ...] = ()
         """The streams that are open or being opened."""
         self._carried = False
-        """Whether they carry the conversation yet."""
+        """Whether they carry the session yet."""
         self._broke = ""
         """Why the first stream that broke did, once one has."""
         self._connected = threading.Event()
@@ -150,7 +150,7 @@ class GrpcLink(Conversation):
         backoff, attempt = _FIRST_BACKOFF, 0
         while self._ended is None:
             attempt += 1
-            streams = StreamPair(self.settings, self.allowance)
+            streams = StreamPair(self.settings, self.quota)
             reason = ""
             try:
                 self._carry(control, bulk, streams, attempt, give_up_at)
@@ -225,7 +225,7 @@ class GrpcLink(Conversation):
             timer.cancel()
 
     def _carry_locally(self, control_call: Any, connection: socket.socket, beneath: Streams) -> None:
-        local = LocalStreams(self.settings, self.allowance, connection, beneath)
+        local = LocalStreams(self.settings, self.quota, connection, beneath)
         # What is wrong with the worker shows there: it is pinged, and a worker that stopped does not answer.
         if not control_call.add_callback(partial(local.close, discard=True)):
             local.close(discard=True)
@@ -275,7 +275,7 @@ class GrpcLink(Conversation):
         outbox = streams.control if role == link_pb2.Hello.ROLE_CONTROL else streams.bulk
         hello = link_pb2.Hello(
             protocol=PROTOCOL,
-            node=self.local.node,
+            peer=self.local.id,
             name=self.local.name,
             session=self._session,
             role=role,
@@ -312,11 +312,9 @@ class GrpcLink(Conversation):
                 "use the same version of gradwire at both ends",
                 worker=self.target,
             )
-        peer = Identity(welcome.node, welcome.name, self.target)
-        if self._welcomed and (welcome.node != self.peer.node or not welcome.resumed):
-            happened = (
-                "was restarted" if welcome.node != self.peer.node else "has dropped this client's lease"
-            )
+        peer = PeerIdentity(welcome.peer, welcome.name, self.target)
+        if self._welcomed and (welcome.peer != self.peer.id or not welcome.resumed):
+            happened = "was restarted" if welcome.peer != self.peer.id else "has dropped this client's lease"
             raise WorkerLost(
                 f"{self.peer} {happened}: what it held for this process is gone", worker=str(self.peer)
             )

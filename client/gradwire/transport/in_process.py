@@ -1,26 +1,26 @@
-"""A link between two nodes of one process: the same conversation, without sockets."""
+"""A link between two peers of one process: the same session, without sockets."""
 
 from __future__ import annotations
 
 import threading
 
 from gradwire.errors import WorkerLost
-from gradwire.transport.base import Handler, Identity, LinkSettings
-from gradwire.transport.conversation import Conversation
+from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
 from gradwire.transport.outbox import Outbox
+from gradwire.transport.session import Session
 from gradwire.transport.streams import Streams
 
 __all__ = ["InProcessLink"]
 
 
-class InProcessLink(Conversation):
+class InProcessLink(Session):
     """One end; `pair` makes both. The frames are those of the wire, handed over by a thread each way."""
 
     @classmethod
     def pair(
         cls,
-        left: tuple[Identity, Handler],
-        right: tuple[Identity, Handler],
+        left: tuple[PeerIdentity, Handler],
+        right: tuple[PeerIdentity, Handler],
         settings: LinkSettings | None = None,
     ) -> tuple[InProcessLink, InProcessLink]:
         settings = settings or LinkSettings()
@@ -30,8 +30,7 @@ class InProcessLink(Conversation):
         )
         outboxes = (Outbox(), Outbox())
         streams = [
-            Streams(settings, end.allowance, outbox, outbox)
-            for end, outbox in zip(ends, outboxes, strict=True)
+            Streams(settings, end.quota, outbox, outbox) for end, outbox in zip(ends, outboxes, strict=True)
         ]
         for here, there in ((0, 1), (1, 0)):
             ends[here].peer_codecs = frozenset(settings.codecs)

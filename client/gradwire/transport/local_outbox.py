@@ -17,8 +17,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from gradwire.transport import frames
-from gradwire.transport.outbox import COALESCED_BYTES, OutgoingTransfer, Turns
-from gradwire.transport.segments import Lent, Segment
+from gradwire.transport.outbox import COALESCED_BYTES, OutgoingTransfer, RoundRobin
+from gradwire.transport.segments import Segment, SegmentPool
 
 __all__ = ["LocalOutbox"]
 
@@ -36,7 +36,7 @@ _FINISH_SECONDS = 5.0
 class LocalOutbox:
     """Takes the place of an `Outbox`."""
 
-    def __init__(self, connection: socket.socket, lent: Lent) -> None:
+    def __init__(self, connection: socket.socket, lent: SegmentPool) -> None:
         self._connection = connection
         self.lent = lent
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class LocalOutbox:
         """Whether some thread writes, or will: before the start, the one that starts it."""
         self._full = False
         """Whether the socket took no more, so that it is up to the thread of its own."""
-        self._transfers = Turns()
+        self._transfers = RoundRobin()
         self._left_to_flush = self._left_bytes = 0
         """How many of them, small ones, whoever flushes next copies."""
         self._filling: dict[OutgoingTransfer, Segment] = {}

@@ -1,4 +1,4 @@
-"""Carrying a conversation between two processes of one host: frames over a unix socket, large tensors in
+"""Carrying a session between two processes of one host: frames over a unix socket, large tensors in
 shared memory."""
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import partial
 
 from gradwire.errors import MalformedMessage, ProtocolError
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport.base import LinkSettings, Pending
-from gradwire.transport.conversation import Conversation
+from gradwire.transport.base import LinkSettings, ResponseFuture
+from gradwire.transport.event_loop import EventLoop
 from gradwire.transport.frames import LENGTH
-from gradwire.transport.inbound import Whole
 from gradwire.transport.local_outbox import LocalOutbox
-from gradwire.transport.local_reading import Reading
-from gradwire.transport.reception import Reception
-from gradwire.transport.room import Allowance
-from gradwire.transport.segments import Borrowed, Lent
+from gradwire.transport.local_reader import LocalReader
+from gradwire.transport.memory_budget import Quota
+from gradwire.transport.reassembly import CompleteMessage
+from gradwire.transport.segments import MappedSegments, SegmentPool
+from gradwire.transport.session import Session
 from gradwire.transport.streams import Streams
 
 __all__ = ["LocalStreams"]
@@ -33,45 +33,45 @@ _HOW_TO_READ, _CUT_OFF = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT), int
 
 
 class LocalStreams(Streams):
-    """A socket that carries a conversation."""
+    """A socket that carries a session."""
 
     inline_bytes = 128 * 1024
 
     def __init__(
-        self, settings: LinkSettings, allowance: Allowance, connection: socket.socket, beneath: Streams
+        self, settings: LinkSettings, quota: Quota, connection: socket.socket, beneath: Streams
     ) -> None:
         self._connection = connection
         self._max_frame_bytes = settings.max_frame_bytes
-        outbox = LocalOutbox(connection, Lent(settings.max_shared_bytes))
-        super().__init__(settings, allowance, outbox, outbox, beneath=beneath)
+        outbox = LocalOutbox(connection, SegmentPool(settings.max_shared_bytes))
+        super().__init__(settings, quota, outbox, outbox, beneath=beneath)
         self._outbox = outbox
-        self._borrowed = Borrowed(settings.max_message_bytes, outbox.return_segment)
+        self._borrowed = MappedSegments(settings.max_message_bytes, outbox.return_segment)
         self._descriptors: deque[int] = deque()
         self.has_more = False
         self._frames: Iterator[bytes | None] = self._read_until_end()
-        self._reading: Reading | None = None
-        self._reception: Reception | None = None
+        self._reading: LocalReader | None = None
+        self._event_loop: EventLoop | None = None
 
-    def carry(self, conversation: Conversation, reception: Reception | None = None) -> None:
+    def carry(self, session: Session, event_loop: EventLoop | None = None) -> None:
         """Begins to write, and reads until either end closes. Raises if what came broke the protocol.
 
-        With a `reception` that does the reading; else whoever waits for something does.
+        With a `event_loop` that does the reading; else whoever waits for something does.
         """
-        receive = partial(conversation.receive_or_refuse, streams=self)
+        receive = partial(session.receive_or_refuse, streams=self)
         self._outbox.start()
         try:
-            if reception is not None:
-                self._reception = reception
-                reception.attend(self, receive)
+            if event_loop is not None:
+                self._event_loop = event_loop
+                event_loop.attend(self, receive)
             else:
-                self._reading = Reading(self, receive)
+                self._reading = LocalReader(self, receive)
                 self._reading.run()
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
         # Else these would keep one another, and what they have mapped, until the collector comes.
-        self._reading, self._reception, self._frames = None, None, iter(())
+        self._reading, self._event_loop, self._frames = None, None, iter(())
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
@@ -92,28 +92,28 @@ class LocalStreams(Streams):
         self._outbox.flush_elsewhere()
 
     def flush_answer(self) -> None:
-        reception = self._reception
-        if reception is None or not reception.will_write(self):
+        event_loop = self._event_loop
+        if event_loop is None or not event_loop.will_write(self):
             self._outbox.flush()
 
     def may_run_here(self) -> bool:
-        readers = self._reading or self._reception
+        readers = self._reading or self._event_loop
         return not self.is_amid and readers is not None and readers.may_run_here()
 
     def step_aside(self) -> None:
-        readers = self._reading or self._reception
+        readers = self._reading or self._event_loop
         if readers is not None:
             readers.step_aside()
 
-    def read_for(self, pending: Pending) -> None:
+    def read_for(self, future: ResponseFuture) -> None:
         reading = self._reading
         if reading is not None:
-            reading.read_for(pending)
+            reading.read_for(future)
 
-    def expect(self, pending: Pending) -> None:
+    def expect(self, future: ResponseFuture) -> None:
         reading = self._reading
         if reading is not None:
-            reading.expect(pending)
+            reading.expect(future)
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -121,7 +121,7 @@ class LocalStreams(Streams):
     def __next__(self) -> bytes | None:
         return next(self._frames)
 
-    def take(self, frame: link_pb2.Frame, kind: str | None) -> Whole | None:
+    def take(self, frame: link_pb2.Frame, kind: str | None) -> CompleteMessage | None:
         if kind == "placed":
             placed = frame.placed
             if placed.segment:

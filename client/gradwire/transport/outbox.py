@@ -12,7 +12,7 @@ from gradwire.errors import GradwireError, InternalError
 from gradwire.transport import frames
 from gradwire.transport.base import Sendable
 
-__all__ = ["COALESCED_BYTES", "Outbox", "Outgoing", "OutgoingTransfer", "Turns"]
+__all__ = ["COALESCED_BYTES", "Outbox", "Outgoing", "OutgoingTransfer", "RoundRobin"]
 
 log = logging.getLogger("gradwire.link")
 
@@ -38,7 +38,7 @@ class OutgoingTransfer:
         self.id = id
         self.source = source
         self.owner = owner
-        """The message that it belongs to: (is it a reply, the request's id)."""
+        """The message that it belongs to: (is it a response, the request's id)."""
         self.chunk_bytes = chunk_bytes
         self.on_failed = on_failed
         self.dropped = False
@@ -74,7 +74,7 @@ class OutgoingTransfer:
         return None, True
 
 
-class Turns:
+class RoundRobin:
     """Transfers that take turns: they begin in the order in which they are put.
 
     Guarded by the lock of whoever owns it.
@@ -115,7 +115,7 @@ class Turns:
 
 
 class Outgoing(Protocol):
-    """What a conversation needs of whatever it writes to."""
+    """What a session needs of whatever it writes to."""
 
     @property
     def written(self) -> int: ...
@@ -141,7 +141,7 @@ class Outbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._frames: deque[bytes] = deque()
-        self._transfers = Turns()
+        self._transfers = RoundRobin()
         self._closed = False
         self.written = 0
         """Bytes that were handed to the stream."""

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.segments import are_supported
 
-__all__ = ["MeetingPoint", "confirm", "meet"]
+__all__ = ["LocalListener", "confirm", "meet"]
 
 log = logging.getLogger("gradwire.link")
 
@@ -34,7 +34,7 @@ _ACCEPTED = b"\x01"
 Address = tuple[str, int]
 
 
-class MeetingPoint:
+class LocalListener:
     """Where a worker waits for clients of the same host."""
 
     def __init__(self, on_met: Callable[[object, socket.socket], None]) -> None:
@@ -52,7 +52,7 @@ class MeetingPoint:
         self._thread.start()
 
     @classmethod
-    def open(cls, on_met: Callable[[object, socket.socket], None]) -> MeetingPoint | None:
+    def open(cls, on_met: Callable[[object, socket.socket], None]) -> LocalListener | None:
         """None where the system has no such thing, or refuses it."""
         if not are_supported():
             return None

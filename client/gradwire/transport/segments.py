@@ -26,7 +26,7 @@ from gradwire.errors import MalformedMessage
 from gradwire.transport.base import Buffer
 from gradwire.transport.buffers import view
 
-__all__ = ["Borrowed", "Lent", "Segment", "are_supported"]
+__all__ = ["MappedSegments", "Segment", "SegmentPool", "are_supported"]
 
 _SMALLEST_BYTES = 64 * 1024
 _IDLE_SECONDS = 30.0
@@ -93,7 +93,7 @@ class _Total:
 _total = _Total()
 
 
-class Lent:
+class SegmentPool:
     """The segments that this end fills for the other."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -166,7 +166,7 @@ class Lent:
             self._closed = True
 
 
-class Borrowed:
+class MappedSegments:
     """The segments of the other end that this one has mapped."""
 
     def __init__(self, max_bytes: int, on_unused: Callable[[int, int], object]) -> None:

@@ -1,19 +1,19 @@
-"""What carries a conversation for a while: where it is written to, and what has half arrived."""
+"""What carries a session for a while: where it is written to, and what has half arrived."""
 
 from __future__ import annotations
 
 from gradwire.errors import ProtocolError
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport.base import LinkSettings, Pending, Traffic
-from gradwire.transport.inbound import Inbound, Whole
+from gradwire.transport.base import LinkSettings, ResponseFuture, Traffic
+from gradwire.transport.memory_budget import Quota
 from gradwire.transport.outbox import Outbox, Outgoing
-from gradwire.transport.room import Allowance
+from gradwire.transport.reassembly import CompleteMessage, Reassembler
 
 __all__ = ["StreamPair", "Streams"]
 
 
 class Streams:
-    """One attempt to carry a conversation: what waits to be written, and what has half arrived."""
+    """One attempt to carry a session: what waits to be written, and what has half arrived."""
 
     inline_bytes = 512 * 1024
     """How much had better go within a message than beside it: see `Link`."""
@@ -21,7 +21,7 @@ class Streams:
     def __init__(
         self,
         settings: LinkSettings,
-        allowance: Allowance,
+        quota: Quota,
         control: Outgoing,
         bulk: Outgoing,
         *,
@@ -30,7 +30,7 @@ class Streams:
     ) -> None:
         self.control = control
         self.bulk = bulk
-        self.inbound = Inbound(settings.max_message_bytes, allowance, name_within)
+        self.inbound = Reassembler(settings.max_message_bytes, quota, name_within)
         self.beneath = beneath
         """The streams that led to these. They end together."""
         self.received = 0
@@ -42,7 +42,7 @@ class Streams:
     def traffic(self) -> Traffic:
         return Traffic(sum(outbox.written for outbox in {self.control, self.bulk}), self.received)
 
-    def take(self, frame: link_pb2.Frame, kind: str | None) -> Whole | None:
+    def take(self, frame: link_pb2.Frame, kind: str | None) -> CompleteMessage | None:
         """Takes a frame that only some streams know. Returns the message that it completes, if any."""
         raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
 
@@ -63,10 +63,10 @@ class Streams:
     def step_aside(self) -> None:
         """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
 
-    def read_for(self, pending: Pending) -> None:
+    def read_for(self, future: ResponseFuture) -> None:
         """Reads until there is an answer, where the thread that waits for it can."""
 
-    def expect(self, pending: Pending) -> None:
+    def expect(self, future: ResponseFuture) -> None:
         """Has an answer read without delay, where nobody does so unasked."""
 
     def close(self, *, discard: bool = False) -> None:
@@ -83,5 +83,5 @@ class StreamPair(Streams):
     control: Outbox
     bulk: Outbox
 
-    def __init__(self, settings: LinkSettings, allowance: Allowance) -> None:
-        super().__init__(settings, allowance, Outbox(), Outbox(), name_within=settings.hello_timeout)
+    def __init__(self, settings: LinkSettings, quota: Quota) -> None:
+        super().__init__(settings, quota, Outbox(), Outbox(), name_within=settings.hello_timeout)

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from gradwire.errors import GradwireError
-from gradwire.transport.questions import Asked
+from gradwire.transport.calls import OutboundCall
 
 __all__ = ["Window"]
 
@@ -21,13 +21,13 @@ class Window:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._in_flight: dict[Asked, int] = {}
+        self._in_flight: dict[OutboundCall, int] = {}
         self._used = 0
-        self._kept_back: OrderedDict[Asked, None] = OrderedDict()
+        self._kept_back: OrderedDict[OutboundCall, None] = OrderedDict()
 
-    def admits(self, asked: Asked) -> bool:
+    def admits(self, asked: OutboundCall) -> bool:
         """Whether a question may be sent now; if not, `leave` gives it back when it is its turn."""
-        if not asked.is_large or asked.pending.is_nested:
+        if not asked.is_large or asked.future.is_nested:
             return True
         with self._lock:
             if asked in self._in_flight:
@@ -39,7 +39,7 @@ class Window:
             self._enter(asked, size)
             return True
 
-    def leave(self, asked: Asked) -> list[Asked]:
+    def leave(self, asked: OutboundCall) -> list[OutboundCall]:
         """A question was answered or withdrawn. Those that may be sent now."""
         if not asked.is_large:
             return []
@@ -64,8 +64,8 @@ class Window:
             self._in_flight.clear()
         for asked in kept_back:
             asked.stop_timer()
-            asked.pending.settle(error.again())
+            asked.future.settle(error.again())
 
-    def _enter(self, asked: Asked, size: int) -> None:
+    def _enter(self, asked: OutboundCall, size: int) -> None:
         self._in_flight[asked] = size
         self._used += size

@@ -18,7 +18,7 @@ from gradwire.transport import local_outbox
 from gradwire.transport.frames import LENGTH, parse
 from gradwire.transport.local_outbox import LocalOutbox
 from gradwire.transport.outbox import OutgoingTransfer
-from gradwire.transport.segments import Lent, Segment
+from gradwire.transport.segments import Segment, SegmentPool
 
 SMALL, LARGE = 1000, local_outbox._COPIED_BYTES + 1000
 
@@ -45,7 +45,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.near, self.far = socket.socketpair()
-        self.outbox = LocalOutbox(self.near, Lent(1 << 30))
+        self.outbox = LocalOutbox(self.near, SegmentPool(1 << 30))
         self.outbox.start()
         self._received = b""
 

@@ -11,7 +11,7 @@ import torch
 
 from gradwire.errors import MalformedMessage
 from gradwire.transport import segments
-from gradwire.transport.segments import Borrowed, Lent
+from gradwire.transport.segments import MappedSegments, SegmentPool
 
 MIB = 1 << 20
 
@@ -20,10 +20,10 @@ class Pair:
     """A lender and a borrower, without a socket between."""
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
-        self.lent = Lent(max_bytes)
+        self.lent = SegmentPool(max_bytes)
         unused = self.unused = list[int]()
         # Without a cycle, which would keep all that is mapped until the collector comes.
-        self.borrowed = Borrowed(max_bytes, lambda id, _: unused.append(id))
+        self.borrowed = MappedSegments(max_bytes, lambda id, _: unused.append(id))
 
     def pass_on(self, content: bytes) -> tuple[int, segments.Buffer]:
         """The segment's id, and what the borrower sees."""
@@ -129,7 +129,7 @@ def test_a_segment_is_not_filled_while_it_is_in_use() -> None:
 
 
 def test_memory_that_could_be_cut_short_is_refused() -> None:
-    borrowed = Borrowed(1 << 30, lambda *_: None)
+    borrowed = MappedSegments(1 << 30, lambda *_: None)
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, MIB)
     with pytest.raises(MalformedMessage, match="sealed"):
@@ -138,7 +138,7 @@ def test_memory_that_could_be_cut_short_is_refused() -> None:
         os.fstat(unsealed)  # it was closed
     with pytest.raises(MalformedMessage, match="sealed"):
         borrowed.map(1, MIB, os.open("/dev/zero", os.O_RDWR))
-    segment = Lent(1 << 30).take(MIB)
+    segment = SegmentPool(1 << 30).take(MIB)
     assert segment is not None
     assert segment.descriptor is not None
     with pytest.raises(MalformedMessage, match="sealed"):

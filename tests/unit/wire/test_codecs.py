@@ -22,7 +22,7 @@ COMPLEX = [torch.complex64, torch.complex128]
 EXACT_TYPES = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
 
-class Kept:
+class KeptResult:
     """What is owed to one place."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_what_arrives_is_memory_of_its_own(codec):
 @pytest.mark.parametrize("dtype", REAL)
 @pytest.mark.parametrize("count", [4096, 300_001])
 def test_what_is_left_out_is_what_arrives_less(dtype, count):
-    kept = Kept()
+    kept = KeptResult()
     sent = torch.randn(count).to(dtype)
     arrived = send(sent, codec="int8", residual=kept)[0].tensors[0]
     assert kept.owed is not None
@@ -275,7 +275,7 @@ def test_what_is_left_out_is_what_arrives_less(dtype, count):
 def test_with_feedback_the_sum_of_what_arrives_keeps_up_with_the_sum_of_what_was_sent():
     generator = torch.Generator().manual_seed(0)
     constant = torch.randn(5000, generator=generator)
-    kept = Kept()
+    kept = KeptResult()
     with_feedback, without = torch.zeros(5000), torch.zeros(5000)
     for _ in range(50):
         with_feedback += send(constant, codec="int8", residual=kept)[0].tensors[0]
@@ -287,7 +287,7 @@ def test_with_feedback_the_sum_of_what_arrives_keeps_up_with_the_sum_of_what_was
 
 
 def test_a_gradient_that_is_not_finite_leaves_what_is_owed():
-    kept = Kept()
+    kept = KeptResult()
     send(torch.randn(4096), codec="int8", residual=kept)
     owed = kept.owed
     send(torch.full((4096,), math.nan), codec="int8", residual=kept)

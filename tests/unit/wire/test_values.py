@@ -345,13 +345,13 @@ def test_a_list_that_holds_itself_is_refused():
         Encoder().value(endless, "x")
 
 
-class Held:
+class HeldObject:
     def __gradwire_ref__(self) -> value_pb2.RemoteRef:
         return value_pb2.RemoteRef(ref=7, address="here:1")
 
 
 def test_refs_travel_by_name_and_are_resolved_by_the_receiver():
-    encoded = encode([Held()])
+    encoded = encode([HeldObject()])
     assert decode(*encoded, resolve_ref=lambda ref: (ref.ref, ref.address)) == [(7, "here:1")]
     with pytest.raises(MalformedMessage, match="RemoteRef"):
         decode(*encoded)

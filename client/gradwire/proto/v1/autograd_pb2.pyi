@@ -9,20 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ContextId(_message.Message):
-    __slots__ = ("node", "number")
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "number")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    node: int
+    peer: int
     number: int
-    def __init__(self, node: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
-class MessageId(_message.Message):
-    __slots__ = ("node", "number")
-    NODE_FIELD_NUMBER: _ClassVar[int]
+class AutogradMessageId(_message.Message):
+    __slots__ = ("peer", "number")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    node: int
+    peer: int
     number: int
-    def __init__(self, node: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class AutogradMetadata(_message.Message):
     __slots__ = ("context", "message", "depends_on", "oldest_pass", "knows", "builds_on", "may_be_built_on")
@@ -34,13 +34,13 @@ class AutogradMetadata(_message.Message):
     BUILDS_ON_FIELD_NUMBER: _ClassVar[int]
     MAY_BE_BUILT_ON_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
-    message: MessageId
-    depends_on: _containers.RepeatedCompositeFieldContainer[MessageId]
+    message: AutogradMessageId
+    depends_on: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     oldest_pass: int
-    knows: _containers.RepeatedCompositeFieldContainer[MessageId]
-    builds_on: _containers.RepeatedCompositeFieldContainer[MessageId]
+    knows: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
+    builds_on: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     may_be_built_on: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[MessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ..., knows: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., builds_on: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., may_be_built_on: bool = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ..., knows: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., builds_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., may_be_built_on: bool = ...) -> None: ...
 
 class Autocast(_message.Message):
     __slots__ = ("device_type", "enabled", "dtype")
@@ -111,13 +111,13 @@ class ForwardWithAutogradRequest(_message.Message):
     autograd: AutogradMetadata
     modes: Modes
     target: _value_pb2.RemoteRef
-    released: _containers.RepeatedCompositeFieldContainer[MessageId]
+    released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     devices: _containers.RepeatedScalarFieldContainer[str]
     keep: Keep
     compression: Compression
-    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ...) -> None: ...
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ...) -> None: ...
 
-class ForwardWithAutogradReply(_message.Message):
+class ForwardWithAutogradResponse(_message.Message):
     __slots__ = ("result", "tensors", "autograd", "released")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -126,18 +126,18 @@ class ForwardWithAutogradReply(_message.Message):
     result: _value_pb2.Value
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
-    released: _containers.RepeatedCompositeFieldContainer[MessageId]
-    def __init__(self, result: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+    released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
+    def __init__(self, result: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ...) -> None: ...
 
 class Gradients(_message.Message):
     __slots__ = ("message", "slots", "tensors")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
-    message: MessageId
+    message: AutogradMessageId
     slots: _containers.RepeatedScalarFieldContainer[int]
     tensors: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, message: _Optional[_Union[MessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PropagateGradientsRequest(_message.Message):
     __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "also", "held_run", "to_come", "compression", "pass_ended")
@@ -165,16 +165,16 @@ class PropagateGradientsRequest(_message.Message):
     collect_into: ContextId
     skip_leaves: bool
     autograd: AutogradMetadata
-    released: _containers.RepeatedCompositeFieldContainer[MessageId]
+    released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     detect_anomaly: bool
     also: _containers.RepeatedCompositeFieldContainer[Gradients]
-    held_run: MessageId
-    to_come: _containers.RepeatedCompositeFieldContainer[MessageId]
+    held_run: AutogradMessageId
+    to_come: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     compression: Compression
     pass_ended: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., held_run: _Optional[_Union[MessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., pass_ended: bool = ..., **kwargs) -> None: ...
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., held_run: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., pass_ended: bool = ..., **kwargs) -> None: ...
 
-class PropagateGradientsReply(_message.Message):
+class PropagateGradientsResponse(_message.Message):
     __slots__ = ("contributions", "tensors", "autograd", "released", "is_held", "awaits_end")
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -185,10 +185,10 @@ class PropagateGradientsReply(_message.Message):
     contributions: _containers.RepeatedCompositeFieldContainer[Gradients]
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
-    released: _containers.RepeatedCompositeFieldContainer[MessageId]
+    released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     is_held: bool
     awaits_end: bool
-    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., is_held: bool = ..., awaits_end: bool = ...) -> None: ...
+    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., is_held: bool = ..., awaits_end: bool = ...) -> None: ...
 
 class CleanupContextRequest(_message.Message):
     __slots__ = ("context", "messages", "owner_is_gone", "held_runs")
@@ -197,12 +197,12 @@ class CleanupContextRequest(_message.Message):
     OWNER_IS_GONE_FIELD_NUMBER: _ClassVar[int]
     HELD_RUNS_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
-    messages: _containers.RepeatedCompositeFieldContainer[MessageId]
+    messages: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     owner_is_gone: bool
-    held_runs: _containers.RepeatedCompositeFieldContainer[MessageId]
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ..., owner_is_gone: bool = ..., held_runs: _Optional[_Iterable[_Union[MessageId, _Mapping]]] = ...) -> None: ...
+    held_runs: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., owner_is_gone: bool = ..., held_runs: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ...) -> None: ...
 
-class CleanupContextReply(_message.Message):
+class CleanupContextResponse(_message.Message):
     __slots__ = ("found",)
     FOUND_FIELD_NUMBER: _ClassVar[int]
     found: bool

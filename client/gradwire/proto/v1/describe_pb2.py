@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gradwire/proto/v1/describe.proto\x12\x0bgradwire.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xb7\x01\n\rDescribeReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\x06\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x15\n\rtorch_version\x18\x04 \x01(\t\x12(\n\tfunctions\x18\x05 \x03(\x0b\x32\x15.gradwire.v1.Function\x12\'\n\x05types\x18\x06 \x03(\x0b\x32\x18.gradwire.v1.ExposedType\x12\x0f\n\x07\x64\x65vices\x18\x07 \x03(\t\"\x88\x02\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.gradwire.v1.Function.Kind\x12\x0b\n\x03\x64oc\x18\x03 \x01(\t\x12*\n\nparameters\x18\x04 \x03(\x0b\x32\x16.gradwire.v1.Parameter\x12\x0f\n\x07returns\x18\x05 \x01(\t\x12&\n\x07methods\x18\x06 \x03(\x0b\x32\x15.gradwire.v1.Function\"R\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_FUNCTION\x10\x01\x12\x0e\n\nKIND_CLASS\x10\x02\x12\x11\n\rKIND_INSTANCE\x10\x03\"\x99\x02\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.gradwire.v1.Parameter.Kind\x12\x12\n\nannotation\x18\x03 \x01(\t\x12\x14\n\x07\x64\x65\x66\x61ult\x18\x04 \x01(\tH\x00\x88\x01\x01\"\x9c\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14KIND_POSITIONAL_ONLY\x10\x01\x12\x1e\n\x1aKIND_POSITIONAL_OR_KEYWORD\x10\x02\x12\x17\n\x13KIND_VAR_POSITIONAL\x10\x03\x12\x15\n\x11KIND_KEYWORD_ONLY\x10\x04\x12\x14\n\x10KIND_VAR_KEYWORD\x10\x05\x42\n\n\x08_default\"=\n\x0b\x45xposedType\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x0f\n\x07is_enum\x18\x03 \x01(\x08\"\x10\n\x0eInspectRequest\"\xb1\x01\n\x0cInspectReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12*\n\x08\x63ontexts\x18\x03 \x03(\x0b\x32\x18.gradwire.v1.HeldContext\x12(\n\x07\x63lients\x18\x04 \x03(\x0b\x32\x17.gradwire.v1.HeldClient\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x04\"\x83\x01\n\x0bHeldContext\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x03 \x01(\x01\x12\x0f\n\x07results\x18\x04 \x01(\x04\x12\x11\n\targuments\x18\x05 \x01(\x04\x12\x11\n\tgradients\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"|\n\nHeldClient\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x12\n\nsent_bytes\x18\x0f \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x10 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x11 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gradwire/proto/v1/describe.proto\x12\x0bgradwire.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xba\x01\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\x06\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x15\n\rtorch_version\x18\x04 \x01(\t\x12(\n\tfunctions\x18\x05 \x03(\x0b\x32\x15.gradwire.v1.Function\x12\'\n\x05types\x18\x06 \x03(\x0b\x32\x18.gradwire.v1.ExposedType\x12\x0f\n\x07\x64\x65vices\x18\x07 \x03(\t\"\x88\x02\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.gradwire.v1.Function.Kind\x12\x0b\n\x03\x64oc\x18\x03 \x01(\t\x12*\n\nparameters\x18\x04 \x03(\x0b\x32\x16.gradwire.v1.Parameter\x12\x0f\n\x07returns\x18\x05 \x01(\t\x12&\n\x07methods\x18\x06 \x03(\x0b\x32\x15.gradwire.v1.Function\"R\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_FUNCTION\x10\x01\x12\x0e\n\nKIND_CLASS\x10\x02\x12\x11\n\rKIND_INSTANCE\x10\x03\"\x99\x02\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.gradwire.v1.Parameter.Kind\x12\x12\n\nannotation\x18\x03 \x01(\t\x12\x14\n\x07\x64\x65\x66\x61ult\x18\x04 \x01(\tH\x00\x88\x01\x01\"\x9c\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14KIND_POSITIONAL_ONLY\x10\x01\x12\x1e\n\x1aKIND_POSITIONAL_OR_KEYWORD\x10\x02\x12\x17\n\x13KIND_VAR_POSITIONAL\x10\x03\x12\x15\n\x11KIND_KEYWORD_ONLY\x10\x04\x12\x14\n\x10KIND_VAR_KEYWORD\x10\x05\x42\n\n\x08_default\"=\n\x0b\x45xposedType\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x0f\n\x07is_enum\x18\x03 \x01(\x08\"\x10\n\x0eInspectRequest\"\xb4\x01\n\x0fInspectResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12*\n\x08\x63ontexts\x18\x03 \x03(\x0b\x32\x18.gradwire.v1.HeldContext\x12(\n\x07\x63lients\x18\x04 \x03(\x0b\x32\x17.gradwire.v1.HeldClient\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x04\"\x83\x01\n\x0bHeldContext\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x03 \x01(\x01\x12\x0f\n\x07results\x18\x04 \x01(\x04\x12\x11\n\targuments\x18\x05 \x01(\x04\x12\x11\n\tgradients\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"|\n\nHeldClient\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x12\n\nsent_bytes\x18\x0f \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x10 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x11 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBEREQUEST']._serialized_start=49
   _globals['_DESCRIBEREQUEST']._serialized_end=66
-  _globals['_DESCRIBEREPLY']._serialized_start=69
-  _globals['_DESCRIBEREPLY']._serialized_end=252
-  _globals['_FUNCTION']._serialized_start=255
-  _globals['_FUNCTION']._serialized_end=519
-  _globals['_FUNCTION_KIND']._serialized_start=437
-  _globals['_FUNCTION_KIND']._serialized_end=519
-  _globals['_PARAMETER']._serialized_start=522
-  _globals['_PARAMETER']._serialized_end=803
-  _globals['_PARAMETER_KIND']._serialized_start=635
-  _globals['_PARAMETER_KIND']._serialized_end=791
-  _globals['_EXPOSEDTYPE']._serialized_start=805
-  _globals['_EXPOSEDTYPE']._serialized_end=866
-  _globals['_INSPECTREQUEST']._serialized_start=868
-  _globals['_INSPECTREQUEST']._serialized_end=884
-  _globals['_INSPECTREPLY']._serialized_start=887
-  _globals['_INSPECTREPLY']._serialized_end=1064
-  _globals['_HELDCONTEXT']._serialized_start=1067
-  _globals['_HELDCONTEXT']._serialized_end=1198
-  _globals['_HELDCLIENT']._serialized_start=1200
-  _globals['_HELDCLIENT']._serialized_end=1324
+  _globals['_DESCRIBERESPONSE']._serialized_start=69
+  _globals['_DESCRIBERESPONSE']._serialized_end=255
+  _globals['_FUNCTION']._serialized_start=258
+  _globals['_FUNCTION']._serialized_end=522
+  _globals['_FUNCTION_KIND']._serialized_start=440
+  _globals['_FUNCTION_KIND']._serialized_end=522
+  _globals['_PARAMETER']._serialized_start=525
+  _globals['_PARAMETER']._serialized_end=806
+  _globals['_PARAMETER_KIND']._serialized_start=638
+  _globals['_PARAMETER_KIND']._serialized_end=794
+  _globals['_EXPOSEDTYPE']._serialized_start=808
+  _globals['_EXPOSEDTYPE']._serialized_end=869
+  _globals['_INSPECTREQUEST']._serialized_start=871
+  _globals['_INSPECTREQUEST']._serialized_end=887
+  _globals['_INSPECTRESPONSE']._serialized_start=890
+  _globals['_INSPECTRESPONSE']._serialized_end=1070
+  _globals['_HELDCONTEXT']._serialized_start=1073
+  _globals['_HELDCONTEXT']._serialized_end=1204
+  _globals['_HELDCLIENT']._serialized_start=1206
+  _globals['_HELDCLIENT']._serialized_end=1330
 # @@protoc_insertion_point(module_scope)

@@ -11,23 +11,23 @@ class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class DescribeReply(_message.Message):
-    __slots__ = ("name", "node", "version", "torch_version", "functions", "types", "devices")
+class DescribeResponse(_message.Message):
+    __slots__ = ("name", "peer", "version", "torch_version", "functions", "types", "devices")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TORCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
     TYPES_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    node: int
+    peer: int
     version: str
     torch_version: str
     functions: _containers.RepeatedCompositeFieldContainer[Function]
     types: _containers.RepeatedCompositeFieldContainer[ExposedType]
     devices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., node: _Optional[int] = ..., version: _Optional[str] = ..., torch_version: _Optional[str] = ..., functions: _Optional[_Iterable[_Union[Function, _Mapping]]] = ..., types: _Optional[_Iterable[_Union[ExposedType, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., peer: _Optional[int] = ..., version: _Optional[str] = ..., torch_version: _Optional[str] = ..., functions: _Optional[_Iterable[_Union[Function, _Mapping]]] = ..., types: _Optional[_Iterable[_Union[ExposedType, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Function(_message.Message):
     __slots__ = ("name", "kind", "doc", "parameters", "returns", "methods")
@@ -95,7 +95,7 @@ class InspectRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class InspectReply(_message.Message):
+class InspectResponse(_message.Message):
     __slots__ = ("name", "uptime_seconds", "contexts", "clients", "calls", "resident_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -130,17 +130,17 @@ class HeldContext(_message.Message):
     def __init__(self, id: _Optional[str] = ..., owner: _Optional[str] = ..., age_seconds: _Optional[float] = ..., results: _Optional[int] = ..., arguments: _Optional[int] = ..., gradients: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class HeldClient(_message.Message):
-    __slots__ = ("name", "node", "connected", "sent_bytes", "received_bytes", "saved_bytes")
+    __slots__ = ("name", "peer", "connected", "sent_bytes", "received_bytes", "saved_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    node: str
+    peer: str
     connected: bool
     sent_bytes: int
     received_bytes: int
     saved_bytes: int
-    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., connected: bool = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., peer: _Optional[str] = ..., connected: bool = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., saved_bytes: _Optional[int] = ...) -> None: ...

@@ -32,11 +32,11 @@ class Envelope(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "welcome", "request", "reply", "chunk", "cancel", "acknowledge", "goodbye", "segment", "placed", "returned", "dropped")
+    __slots__ = ("hello", "welcome", "request", "response", "chunk", "cancel", "acknowledge", "goodbye", "segment", "placed", "returned", "dropped")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
-    REPLY_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
@@ -48,7 +48,7 @@ class Frame(_message.Message):
     hello: Hello
     welcome: Welcome
     request: Request
-    reply: Reply
+    response: Response
     chunk: Chunk
     cancel: Cancel
     acknowledge: Acknowledge
@@ -57,10 +57,10 @@ class Frame(_message.Message):
     placed: Placed
     returned: Returned
     dropped: Dropped
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., response: _Optional[_Union[Response, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "node", "name", "session", "role", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
+    __slots__ = ("protocol", "peer", "name", "session", "role", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
     class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ROLE_UNSPECIFIED: _ClassVar[Hello.Role]
@@ -70,7 +70,7 @@ class Hello(_message.Message):
     ROLE_CONTROL: Hello.Role
     ROLE_BULK: Hello.Role
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -81,7 +81,7 @@ class Hello(_message.Message):
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    node: int
+    peer: int
     name: str
     session: int
     role: Hello.Role
@@ -91,12 +91,12 @@ class Hello(_message.Message):
     max_bytes_in_flight: int
     same_host: bool
     codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: bool = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: bool = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "node", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
+    __slots__ = ("protocol", "peer", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -105,7 +105,7 @@ class Welcome(_message.Message):
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    node: int
+    peer: int
     name: str
     resumed: bool
     lease_seconds: float
@@ -113,7 +113,7 @@ class Welcome(_message.Message):
     max_bytes_in_flight: int
     same_host: SameHost
     codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: _Optional[_Union[SameHost, _Mapping]] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: _Optional[_Union[SameHost, _Mapping]] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
 
 class SameHost(_message.Message):
     __slots__ = ("socket", "token", "seen_address")
@@ -139,7 +139,7 @@ class Request(_message.Message):
     timeout_seconds: float
     def __init__(self, id: _Optional[int] = ..., method: _Optional[_Union[Method, str]] = ..., body: _Optional[bytes] = ..., transfers: _Optional[_Iterable[int]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
-class Reply(_message.Message):
+class Response(_message.Message):
     __slots__ = ("id", "body", "error", "transfers")
     ID_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]

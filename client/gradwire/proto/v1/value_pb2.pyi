@@ -14,7 +14,7 @@ class Singleton(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 SINGLETON_NONE: Singleton
 SINGLETON_ELLIPSIS: Singleton
 
-class NodeId(_message.Message):
+class PeerId(_message.Message):
     __slots__ = ("id",)
     ID_FIELD_NUMBER: _ClassVar[int]
     id: int
@@ -99,8 +99,8 @@ class EnumMember(_message.Message):
     def __init__(self, type: _Optional[str] = ..., member: _Optional[str] = ...) -> None: ...
 
 class RemoteRef(_message.Message):
-    __slots__ = ("node", "ref", "address", "class_name", "name", "is_module", "methods", "handle")
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "ref", "address", "class_name", "name", "is_module", "methods", "handle")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -108,7 +108,7 @@ class RemoteRef(_message.Message):
     IS_MODULE_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    node: NodeId
+    peer: PeerId
     ref: int
     address: str
     class_name: str
@@ -116,7 +116,7 @@ class RemoteRef(_message.Message):
     is_module: bool
     methods: _containers.RepeatedScalarFieldContainer[str]
     handle: int
-    def __init__(self, node: _Optional[_Union[NodeId, _Mapping]] = ..., ref: _Optional[int] = ..., address: _Optional[str] = ..., class_name: _Optional[str] = ..., name: _Optional[str] = ..., is_module: bool = ..., methods: _Optional[_Iterable[str]] = ..., handle: _Optional[int] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[PeerId, _Mapping]] = ..., ref: _Optional[int] = ..., address: _Optional[str] = ..., class_name: _Optional[str] = ..., name: _Optional[str] = ..., is_module: bool = ..., methods: _Optional[_Iterable[str]] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class Value(_message.Message):
     __slots__ = ("singleton", "boolean", "integer", "big_integer", "real", "complex", "text", "binary", "list", "tuple", "set", "frozen_set", "dict", "slice", "dtype", "device", "size", "tensor", "array", "record", "enum_member", "ref")

@@ -27,7 +27,7 @@ from gradwire.proto.v1 import describe_pb2 as gradwire_dot_proto_dot_v1_dot_desc
 from gradwire.proto.v1 import link_pb2 as gradwire_dot_proto_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egradwire/proto/v1/worker.proto\x12\x0bgradwire.v1\x1a gradwire/proto/v1/autograd.proto\x1a gradwire/proto/v1/describe.proto\x1a\x1cgradwire/proto/v1/link.proto2\xee\x03\n\x06Worker\x12\x38\n\x04Link\x12\x15.gradwire.v1.Envelope\x1a\x15.gradwire.v1.Envelope(\x01\x30\x01\x12\x65\n\x13\x46orwardWithAutograd\x12\'.gradwire.v1.ForwardWithAutogradRequest\x1a%.gradwire.v1.ForwardWithAutogradReply\x12\x62\n\x12PropagateGradients\x12&.gradwire.v1.PropagateGradientsRequest\x1a$.gradwire.v1.PropagateGradientsReply\x12V\n\x0e\x43leanupContext\x12\".gradwire.v1.CleanupContextRequest\x1a .gradwire.v1.CleanupContextReply\x12\x44\n\x08\x44\x65scribe\x12\x1c.gradwire.v1.DescribeRequest\x1a\x1a.gradwire.v1.DescribeReply\x12\x41\n\x07Inspect\x12\x1b.gradwire.v1.InspectRequest\x1a\x19.gradwire.v1.InspectReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egradwire/proto/v1/worker.proto\x12\x0bgradwire.v1\x1a gradwire/proto/v1/autograd.proto\x1a gradwire/proto/v1/describe.proto\x1a\x1cgradwire/proto/v1/link.proto2\xfd\x03\n\x06Worker\x12\x38\n\x04Link\x12\x15.gradwire.v1.Envelope\x1a\x15.gradwire.v1.Envelope(\x01\x30\x01\x12h\n\x13\x46orwardWithAutograd\x12\'.gradwire.v1.ForwardWithAutogradRequest\x1a(.gradwire.v1.ForwardWithAutogradResponse\x12\x65\n\x12PropagateGradients\x12&.gradwire.v1.PropagateGradientsRequest\x1a\'.gradwire.v1.PropagateGradientsResponse\x12Y\n\x0e\x43leanupContext\x12\".gradwire.v1.CleanupContextRequest\x1a#.gradwire.v1.CleanupContextResponse\x12G\n\x08\x44\x65scribe\x12\x1c.gradwire.v1.DescribeRequest\x1a\x1d.gradwire.v1.DescribeResponse\x12\x44\n\x07Inspect\x12\x1b.gradwire.v1.InspectRequest\x1a\x1c.gradwire.v1.InspectResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,5 +35,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradwire.proto.v1.worker_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKER']._serialized_start=146
-  _globals['_WORKER']._serialized_end=640
+  _globals['_WORKER']._serialized_end=655
 # @@protoc_insertion_point(module_scope)

@@ -46,27 +46,27 @@ class WorkerStub(object):
         self.ForwardWithAutograd = channel.unary_unary(
                 '/gradwire.v1.Worker/ForwardWithAutograd',
                 request_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradRequest.SerializeToString,
-                response_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradReply.FromString,
+                response_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradResponse.FromString,
                 _registered_method=True)
         self.PropagateGradients = channel.unary_unary(
                 '/gradwire.v1.Worker/PropagateGradients',
                 request_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsRequest.SerializeToString,
-                response_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsReply.FromString,
+                response_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsResponse.FromString,
                 _registered_method=True)
         self.CleanupContext = channel.unary_unary(
                 '/gradwire.v1.Worker/CleanupContext',
                 request_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextRequest.SerializeToString,
-                response_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextReply.FromString,
+                response_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextResponse.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/gradwire.v1.Worker/Describe',
                 request_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeReply.FromString,
+                response_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeResponse.FromString,
                 _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/gradwire.v1.Worker/Inspect',
                 request_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectRequest.SerializeToString,
-                response_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectReply.FromString,
+                response_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectResponse.FromString,
                 _registered_method=True)
 
 
@@ -76,7 +76,7 @@ class WorkerServicer(object):
     """
 
     def Link(self, request_iterator, context):
-        """A long-lived conversation in which both ends may ask.
+        """A long-lived session in which both ends may ask.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,27 +128,27 @@ def add_WorkerServicer_to_server(servicer, server):
             'ForwardWithAutograd': grpc.unary_unary_rpc_method_handler(
                     servicer.ForwardWithAutograd,
                     request_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradRequest.FromString,
-                    response_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradReply.SerializeToString,
+                    response_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradResponse.SerializeToString,
             ),
             'PropagateGradients': grpc.unary_unary_rpc_method_handler(
                     servicer.PropagateGradients,
                     request_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsRequest.FromString,
-                    response_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsReply.SerializeToString,
+                    response_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsResponse.SerializeToString,
             ),
             'CleanupContext': grpc.unary_unary_rpc_method_handler(
                     servicer.CleanupContext,
                     request_deserializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextRequest.FromString,
-                    response_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextReply.SerializeToString,
+                    response_serializer=gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeRequest.FromString,
-                    response_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeReply.SerializeToString,
+                    response_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeResponse.SerializeToString,
             ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
                     request_deserializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectRequest.FromString,
-                    response_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectReply.SerializeToString,
+                    response_serializer=gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -206,7 +206,7 @@ class Worker(object):
             target,
             '/gradwire.v1.Worker/ForwardWithAutograd',
             gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradRequest.SerializeToString,
-            gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradReply.FromString,
+            gradwire_dot_proto_dot_v1_dot_autograd__pb2.ForwardWithAutogradResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -233,7 +233,7 @@ class Worker(object):
             target,
             '/gradwire.v1.Worker/PropagateGradients',
             gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsRequest.SerializeToString,
-            gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsReply.FromString,
+            gradwire_dot_proto_dot_v1_dot_autograd__pb2.PropagateGradientsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -260,7 +260,7 @@ class Worker(object):
             target,
             '/gradwire.v1.Worker/CleanupContext',
             gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextRequest.SerializeToString,
-            gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextReply.FromString,
+            gradwire_dot_proto_dot_v1_dot_autograd__pb2.CleanupContextResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -287,7 +287,7 @@ class Worker(object):
             target,
             '/gradwire.v1.Worker/Describe',
             gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeRequest.SerializeToString,
-            gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeReply.FromString,
+            gradwire_dot_proto_dot_v1_dot_describe__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -314,7 +314,7 @@ class Worker(object):
             target,
             '/gradwire.v1.Worker/Inspect',
             gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectRequest.SerializeToString,
-            gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectReply.FromString,
+            gradwire_dot_proto_dot_v1_dot_describe__pb2.InspectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,1 @@
+"""What a trainer calls: workers, functions, references, contexts."""

@@ -1,0 +1,222 @@
+"""Calls: a function's name and arguments become a request, the response becomes its result."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from gradwire import wire
+from gradwire.api.compression import agreed_with
+from gradwire.api.device_maps import NO_MAP, DeviceMap
+from gradwire.autograd import DistEngine, capture_modes
+from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
+from gradwire.peers.current import current_context_id, current_peer
+from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
+from gradwire.runtime.compression import NOT_COMPRESSED, Compression
+from gradwire.runtime.scope import cancel_with_caller, time_left, waiting
+from gradwire.transport import Link, Payload, ResponseFuture
+
+__all__ = ["CallFuture", "Keywords", "start_call"]
+
+
+class Keywords:
+    """Keyword arguments of a call that go to the function in any case. The last positional argument.
+
+    ``call`` takes a `timeout` itself, and ``create`` a `name`: a function or class that has parameters of
+    such names gets them so::
+
+        worker.create("Speaker", gw.Keywords(name="Ada"), name="speaker")
+
+    The short form ``worker.function(timeout=3)`` has nothing of its own, and passes all keywords on.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, /, **keywords: object) -> None:
+        self._values = keywords
+
+    def __repr__(self) -> str:
+        return f"Keywords({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+def _with_keywords(
+    args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[Sequence[object], Mapping[str, object]]:
+    """Arguments as they are sent, those that came as Keywords among the keyword arguments."""
+    if not args or not isinstance(args[-1], Keywords):
+        return args, kwargs
+    more = args[-1]._values
+    if twice := sorted(more.keys() & kwargs.keys()):
+        raise TypeError(f"keyword arguments that are given twice, also in gw.Keywords: {', '.join(twice)}")
+    return args[:-1], {**kwargs, **more}
+
+
+class CallFuture(ResponseFuture):
+    """The result of a call that may still be on its way.
+
+    A `concurrent.futures.Future`, and awaitable. Cancelling it reaches the worker.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Payload], object],
+        on_discarded: Callable[[Payload], object],
+        link: Link,
+    ) -> None:
+        super().__init__()
+        self._link = link
+        self._decode: Callable[[Payload], object] | None = decode
+        self.on_discarded = on_discarded
+        self._decode_lock = threading.Lock()
+        self._value: object = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            if self.done():
+                received = super().result(0)
+            else:
+                received = waiting(partial(self._wait_for, timeout))
+            # Decoded by whoever asks for the result, not by the link's thread: so autograd records it there.
+            with self._decode_lock:
+                if self._decode is not None:
+                    self._value = self._decode(received)
+                    self._decode = None
+                    self._result = None
+            return self._value
+        except concurrent.futures.CancelledError as error:
+            if isinstance(error, Cancelled):
+                raise
+            raise Cancelled("the call was cancelled") from None
+        finally:
+            # Else an exception, whose traceback has this frame, would refer to itself by way of the future,
+            # and keep the locals of all frames that it passed until the collector comes.
+            del self
+
+    def _wait_for(self, timeout: float | None) -> Payload:
+        try:
+            if timeout is None:
+                self._link.read_for(self)
+            received: Payload = super().result(timeout)
+            return received
+        finally:
+            del self  # as in `result`
+
+    def _is_awaited(self) -> None:
+        if not self.done():
+            self._link.expect(self)
+
+    def __del__(self) -> None:
+        # Whoever throws a result away on_discarded never learns what there is to release on the worker.
+        if self._decode is not None and self.on_discarded is not None and isinstance(self._result, Payload):
+            self.on_discarded(self._result)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        self.when_settled(lambda: loop.call_soon_threadsafe(wake))
+        self._is_awaited()
+        try:
+            yield from done
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.result(0)
+
+
+def start_call(
+    link: Link,
+    function: str,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    target: value_pb2.RemoteRef | None = None,
+    keep: autograd_pb2.Keep | None = None,
+    devices: DeviceMap = NO_MAP,
+    compression: Compression = NOT_COMPRESSED,
+    resolve_ref: Callable[[value_pb2.RemoteRef], object] | None = None,
+) -> CallFuture:
+    """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
+    args, kwargs = _with_keywords(args, kwargs)
+    left = time_left(None)
+    if left is not None and left <= 0:
+        raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
+    agreed = agreed_with(link, compression, function, target)
+    codec = None if agreed is None else wire.find_codec(agreed.forward)
+    encoder = wire.Encoder(inline_bytes=link.inline_bytes, codec=codec)
+    request = autograd_pb2.ForwardWithAutogradRequest(
+        function=function, target=target, keep=keep, modes=capture_modes(), compression=agreed
+    )
+    for index, arg in enumerate(args):
+        request.args.append(encoder.value(arg, f"args[{index}]"))
+    for name, arg in kwargs.items():
+        request.kwargs[name].CopyFrom(encoder.value(arg, name))
+    places = devices.places_for(encoder.tensors, link.peer)
+    if places:
+        request.devices.extend(places)
+    engine = current_peer().engine
+    future = CallFuture(
+        partial(_decode_response, engine, link, function, devices, agreed, resolve_ref),
+        engine.releases_to(link).on_discarded(autograd_pb2.ForwardWithAutogradResponse),
+        link,
+    )
+    engine.send_call(request, encoder.tensors, current_context_id(), link, future)
+    try:
+        table, attachments = encoder.finish()
+        request.tensors.CopyFrom(table)
+        if encoder.saved:
+            link.count_saved(encoder.saved)
+        cancel_with_caller(future)
+        link.send_request(
+            link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
+            request.SerializeToString(),
+            attachments,
+            timeout=left,
+            future=future,
+        )
+    except BaseException:
+        future.cancel()
+        raise
+    return future
+
+
+def _decode_response(
+    engine: DistEngine,
+    link: Link,
+    function: str,
+    devices: DeviceMap,
+    compression: autograd_pb2.Compression | None,
+    resolve_ref: Callable[[value_pb2.RemoteRef], object] | None,
+    received: Payload,
+) -> object:
+    response = wire.parse(autograd_pb2.ForwardWithAutogradResponse, received.body)
+    decoder = wire.Decoder(
+        response.tensors, received.attachments, limits=link.limits, resolve_ref=resolve_ref
+    )
+    if decoder.saved:
+        link.count_saved(decoder.saved)
+    devices.bring_back(decoder.tensors, decoder.devices, link.peer)
+    engine.receive_response(response, decoder, link, f"the results of {function}", compression)
+    return decoder.value(response.result, "result")
+
+
+def wait(future: CallFuture, what: str) -> Any:
+    """The result of a call, with what was called in the error."""
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise
+    except GradwireError as error:
+        error.add_note(f"while calling {what}")
+        raise
+    finally:
+        del future  # as in CallFuture.result

@@ -1,0 +1,1 @@
+"""The interpreter and the operating system: threads, timers, interrupts, randomness."""

@@ -1,0 +1,1 @@
+"""Tools beside training: checking gradients, tuning malloc."""

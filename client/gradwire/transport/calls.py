@@ -1,0 +1,133 @@
+"""What a session remembers: the questions that this end asked, and those that it was asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gradwire.errors import Cancelled, ResourceExhausted
+from gradwire.proto.v1 import link_pb2
+from gradwire.system.timers import Timer
+from gradwire.transport import faults
+from gradwire.transport.base import Buffer, Payload, ResponseFuture, Sendable, ServerCall, counted_size
+from gradwire.transport.frames import RequestFrame
+
+if TYPE_CHECKING:
+    from gradwire.transport.session import Session
+    from gradwire.transport.streams import Streams
+
+__all__ = ["InboundCall", "OutboundCall"]
+
+Answer = tuple[bytes | link_pb2.Error, Sequence[Sendable]]
+
+
+class OutboundCall:
+    """A question that this end asked and that is not answered yet."""
+
+    __slots__ = (
+        "attachments",
+        "body",
+        "deadline",
+        "future",
+        "method",
+        "refusals",
+        "refused_since",
+        "timeout",
+        "timer",
+    )
+
+    def __init__(
+        self,
+        method: int,
+        body: bytes,
+        attachments: Sequence[Sendable],
+        future: ResponseFuture,
+        timeout: float | None,
+    ) -> None:
+        self.method = method
+        self.body = body
+        self.attachments = attachments
+        self.future = future
+        self.timeout = timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.timer: Timer | None = None
+        self.refusals = 0
+        """How often the other end was too busy for it."""
+        self.refused_since = 0.0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it counts as bytes in flight."""
+        return bool(self.attachments or counted_size(self.body))
+
+    @property
+    def size(self) -> int:
+        """What it counts as."""
+        return counted_size(self.body) + sum(len(attachment.view) for attachment in self.attachments)
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class InboundCall(ServerCall):
+    """A question that the other end asked, kept until the answer is acknowledged.
+
+    Its answer is under the session's lock.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        streams: Streams,
+        request: RequestFrame,
+        attachments: Sequence[Buffer],
+    ) -> None:
+        super().__init__()
+        self._streams = streams
+        self.id = request.id
+        self.method = request.method
+        self.request = Payload(request.body, attachments)
+        left = request.timeout_seconds
+        self.deadline = time.monotonic() + left if left > 0 else None
+        self.link = session
+        self.answer: Answer | None = None
+        self._session = session
+
+    def may_run_here(self) -> bool:
+        return self._streams.may_run_here()
+
+    def step_aside(self) -> None:
+        self._streams.step_aside()
+
+    def begin(self) -> None:
+        self._session.quota.give_back(self.id)
+
+    def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
+        try:
+            self._session._check_size(body, attachments)
+        except ResourceExhausted as error:
+            self.fail(faults.describe(error, self._session.local.name))
+            return False
+        return self._answer(body, attachments)
+
+    def fail(self, error: link_pb2.Error) -> None:
+        self._answer(error, ())
+
+    def _answer(self, outcome: bytes | link_pb2.Error, attachments: Sequence[Sendable]) -> bool:
+        with self._session._lock:
+            is_sent = self.answer is None
+            if self.answer is None:
+                if self._cancelled and attachments:
+                    # Nobody waits for it, so nobody has to carry it.
+                    is_sent = False
+                    error = Cancelled("the call was cancelled")
+                    outcome, attachments = faults.describe(error, self._session.local.name), ()
+                self.answer = (outcome, attachments)
+                self.begin()  # if it has not: it was refused, or cancelled
+                self.request = Payload(b"")  # its memory is not needed for answering again
+                self._when_cancelled.clear()
+                self._session._send_answer(self)
+        self._session._flush_answer()
+        return is_sent

@@ -1,0 +1,352 @@
+"""What has come in of the messages on one set of streams: chunks become attachments, attachments and
+their message find each other in whatever order they arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradwire.errors import MalformedMessage, ResourceExhausted
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport.base import Buffer, counted_size
+from gradwire.transport.buffers import Arriving, new_arriving
+from gradwire.transport.frames import Chunk, RequestFrame
+from gradwire.transport.memory_budget import MemoryBudget, Quota
+from gradwire.wire.hashing import check_dict_keys
+
+__all__ = ["Reassembler"]
+
+Key = tuple[bool, int]
+"""A message: (is it a response, the request's id)."""
+Message = RequestFrame | link_pb2.Response
+CompleteMessage = tuple[Message, Sequence[Buffer] | None]
+"""A message with all its attachments, or None instead of them if there was no room."""
+
+
+_PAGE_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _Transfer:
+    total: int
+    arriving: Arriving | None = None
+    """What comes in pieces."""
+    buffer: Buffer | None = None
+    """When all of it is there."""
+    filled: int = 0
+    nameless: int = 0
+    """What counts of it as memory for no message."""
+
+    @property
+    def complete(self) -> bool:
+        return self.buffer is not None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    message: Message
+    transfers: Sequence[int]
+    missing: set[int]
+    size: int = 0
+    """Of what has begun of its attachments."""
+
+
+class Reassembler:
+    """Assembles the messages of one set of streams. Dropped with them.
+
+    Two orders are relied on, and enforced: requests come in the order of their ids, and transfers begin in
+    the order of theirs. So what is still to come can be told from what never will, and nothing has to be
+    remembered about the latter.
+    """
+
+    MAX_EXPECTED = 100_000
+    """Things that are still to come, and to be thrown away then."""
+    MAX_BEGUN = 100_000
+    """Transfers of which something has come."""
+
+    def __init__(self, max_bytes: int, quota: Quota | None = None, name_within: float | None = None) -> None:
+        self._lock = threading.Lock()
+        self._named = threading.Condition(self._lock)
+        self._max_bytes = max_bytes
+        self._allowance = quota or Quota(1 << 62, MemoryBudget())
+        self._name_within = name_within
+        """How long to wait for the message of attachments that there is no room for without it. None: one
+        stream carries both, and waiting would be in vain."""
+        self._closed = False
+        self._transfers: dict[int, _Transfer] = {}
+        self._waiting: dict[Key, _Waiting] = {}
+        self._wanted_by: dict[int, Key] = {}
+        self._last_request = 0
+        self._last_begun = 0
+        self._cancelled: set[int] = set()
+        """Requests that were cancelled before they came."""
+        self._unwanted: set[int] = set()
+        """Transfers that nobody wants, before they have begun."""
+        self._nameless = 0
+        """Memory taken for attachments whose message has not come."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that have come of what is still arriving."""
+        with self._lock:
+            return sum(transfer.filled for transfer in self._transfers.values())
+
+    def close(self) -> None:
+        """Nothing more will come. What has come of something is let go of at once, whoever refers to this."""
+        with self._lock:
+            self._closed = True
+            for is_response, id in self._waiting:
+                if not is_response:
+                    self._allowance.give_back(id)
+            self._transfers.clear()
+            self._waiting.clear()
+            self._wanted_by.clear()
+            self._nameless = 0
+            self._named.notify_all()
+
+    def chunk(self, chunk: Chunk) -> CompleteMessage | None:
+        """Takes a piece of an attachment. Returns the message that it completes or overflows, if any."""
+        with self._lock:
+            if self._closed:
+                return None
+            transfer = self._transfers.get(chunk.transfer)
+            if transfer is None:
+                transfer = self._begin(chunk)
+                key = self._wanted_by.get(chunk.transfer)
+                if transfer is not None and key is not None and not self._take(key, transfer.total):
+                    return self._refuse(key)
+            if transfer is None or not self._await_name(chunk):
+                return None
+            total, end = transfer.total, chunk.offset + len(chunk.data)
+            if chunk.offset != transfer.filled or end > total or (chunk.offset == end and total):
+                raise MalformedMessage(
+                    f"transfer {chunk.transfer}: a chunk of bytes {chunk.offset} to {end} came where "
+                    f"{transfer.filled} of {total} bytes had come before"
+                )
+            if transfer.arriving is None:
+                raise MalformedMessage(f"transfer {chunk.transfer} comes in a segment, and yet in chunks")
+        # Copied outside the lock: the chunks of one transfer come on one stream, one after another.
+        try:
+            transfer.arriving.write(chunk.offset, chunk.data)
+        except MemoryError as error:
+            raise _no_memory(total) from error
+        with self._lock:
+            transfer.filled = end
+            if self._transfers.get(chunk.transfer) is not transfer:
+                return None  # it was dropped meanwhile
+            if chunk.transfer not in self._wanted_by:
+                taken = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+                self._nameless += taken - transfer.nameless
+                transfer.nameless = taken
+            if end < total:
+                return None
+            transfer.buffer, transfer.arriving = transfer.arriving.whole(), None
+            return self._completed(chunk.transfer)
+
+    def begin(self, id: int, total: int) -> None:
+        """Takes note of an attachment that will be placed later: others may be placed before it."""
+        with self._lock:
+            if self._may_begin(id, total):
+                self._transfers[id] = _Transfer(total)
+
+    def place(self, id: int, buffer: Buffer) -> CompleteMessage | None:
+        """Takes an attachment that comes in one piece. Returns the message that it completes, or that it has
+        no room for."""
+        with self._lock:
+            if self._closed:
+                return None
+            if id not in self._transfers and (id <= self._last_begun or not self._may_begin(id, len(buffer))):
+                return None  # nobody wants it
+            self._transfers[id] = _Transfer(len(buffer), buffer=buffer, filled=len(buffer))
+            key = self._wanted_by.get(id)
+            if key is not None:
+                self._grow(key, len(buffer))
+                if not self._take(key, len(buffer)):
+                    return self._refuse(key)
+            return self._completed(id)
+
+    def message(self, key: Key, transfers: Sequence[int], message: Message) -> CompleteMessage | None:
+        """Takes a message. Returns it if all its attachments are there."""
+        with self._lock:
+            if self._is_cancelled(key):
+                self._forget(transfers)  # a cancellation comes behind the last chunk
+                return None
+            is_response, _ = key
+            # There is room for an answer in any case. To read its body would copy it.
+            body = 0 if is_response else counted_size(message.body)
+            if body and not self._take(key, body):
+                self._forget(transfers, more_to_come=True)
+                return message, None
+            if not transfers:
+                return message, ()
+            if key in self._waiting:
+                raise MalformedMessage(f"a second answer to request {key[1]}")
+            self._check_names(transfers)
+            missing = {
+                id for id in transfers if (known := self._transfers.get(id)) is None or not known.complete
+            }
+            self._waiting[key] = _Waiting(message, transfers, missing)
+            self._wanted_by.update(dict.fromkeys(transfers, key))
+            self._named.notify_all()
+            size = 0
+            for id in transfers:
+                begun = self._transfers.get(id)
+                if begun is not None:
+                    self._nameless -= begun.nameless
+                    begun.nameless = 0
+                    if begun.arriving is not None or begun.complete:
+                        size += begun.total  # what is placed later counts then
+            self._grow(key, size)
+            if not self._take(key, size):
+                return self._refuse(key)
+            return self._if_whole(key)
+
+    def skip(self, key: Key, transfers: Sequence[int]) -> None:
+        """Takes a message that nobody wants, and throws away its attachments when they come."""
+        with self._lock:
+            self._is_cancelled(key)
+            self._forget(transfers, more_to_come=True)
+
+    def drop(self, key: Key) -> None:
+        """Forgets a message: one that waits for attachments, or a request that is still to come."""
+        with self._lock:
+            waiting = self._waiting.pop(key, None)
+            is_response, id = key
+            if waiting is not None:
+                self._forget(waiting.transfers, more_to_come=is_response)
+                if not is_response:
+                    self._allowance.give_back(id)
+            elif not is_response and id > self._last_request:
+                self._cancelled = self._expect(self._cancelled, id, self._last_request)
+
+    # -- all with the lock held
+
+    def _is_cancelled(self, key: Key) -> bool:
+        is_response, id = key
+        if is_response:
+            return False
+        if id <= self._last_request:
+            raise MalformedMessage(f"request {id} came after request {self._last_request}")
+        self._last_request = id
+        cancelled = id in self._cancelled
+        self._cancelled.discard(id)
+        return cancelled
+
+    def _begin(self, chunk: Chunk) -> _Transfer | None:
+        """A transfer that begins with a chunk; None if it is not wanted."""
+        if chunk.offset:
+            if chunk.transfer <= self._last_begun:
+                return None  # the rest of something that was dropped
+            raise MalformedMessage(f"transfer {chunk.transfer} lacks its first {chunk.offset} bytes")
+        if not self._may_begin(chunk.transfer, chunk.total):
+            return None
+        try:
+            transfer = _Transfer(chunk.total, new_arriving(chunk.total))
+        except (MemoryError, ValueError) as error:
+            raise _no_memory(chunk.total) from error
+        self._transfers[chunk.transfer] = transfer
+        key = self._wanted_by.get(chunk.transfer)
+        if key is not None:
+            self._grow(key, chunk.total)
+        return transfer
+
+    def _may_begin(self, id: int, total: int) -> bool:
+        """Whether a transfer that begins is wanted."""
+        if id <= self._last_begun:
+            raise MalformedMessage(f"transfer {id} began twice, or out of order")
+        self._last_begun = id
+        if id in self._unwanted:
+            self._unwanted.discard(id)
+            return False
+        if total > self._max_bytes:
+            raise self._too_large(total)
+        if len(self._transfers) >= self.MAX_BEGUN:
+            raise ResourceExhausted(f"more than {self.MAX_BEGUN} attachments have begun to come")
+        return True
+
+    def _completed(self, id: int) -> CompleteMessage | None:
+        """A transfer is complete. The message that this completes."""
+        key = self._wanted_by.get(id)
+        if key is None:
+            return None
+        self._waiting[key].missing.discard(id)
+        return self._if_whole(key)
+
+    def _take(self, key: Key, size: int) -> bool:
+        """Whether there is room for more of a message. Answers were asked for, so there is."""
+        is_response, id = key
+        return is_response or self._allowance.take(id, size)
+
+    def _refuse(self, key: Key) -> CompleteMessage:
+        waiting = self._waiting.pop(key)
+        self._forget(waiting.transfers, more_to_come=True)
+        self._allowance.give_back(key[1])
+        return waiting.message, None
+
+    def _await_name(self, chunk: Chunk) -> bool:
+        """Where a piece is too much to keep for no message: waits for the one that it belongs to, which comes
+        on another stream. False if nobody wants the piece."""
+        if chunk.transfer in self._wanted_by or self._name_within is None:
+            return True
+        if self._nameless + len(chunk.data) <= max(self._allowance.max_bytes, _PAGE_BYTES):
+            return True
+
+        def is_known() -> bool:
+            return self._closed or chunk.transfer in self._wanted_by or chunk.transfer not in self._transfers
+
+        if not self._named.wait_for(is_known, self._name_within):
+            raise MalformedMessage(f"transfer {chunk.transfer} belongs to no message")
+        return not self._closed and chunk.transfer in self._transfers
+
+    def _check_names(self, transfers: Sequence[int]) -> None:
+        check_dict_keys(transfers)  # the other end chose them
+        if len(dict.fromkeys(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
+            raise MalformedMessage("a transfer was named as an attachment twice")
+        for id in transfers:
+            if id in self._unwanted or (id <= self._last_begun and id not in self._transfers):
+                raise MalformedMessage(f"transfer {id} was named as an attachment, but will not come")
+
+    def _grow(self, key: Key, more: int) -> None:
+        """So much more has begun of a message's attachments."""
+        waiting = self._waiting[key]
+        waiting.size += more
+        if waiting.size > self._max_bytes:
+            raise self._too_large(waiting.size)
+
+    def _too_large(self, size: int) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"attachments of {size} bytes exceed the limit of {self._max_bytes} bytes for one message"
+        )
+
+    def _if_whole(self, key: Key) -> CompleteMessage | None:
+        waiting = self._waiting[key]
+        if waiting.missing:
+            return None
+        del self._waiting[key]
+        buffers = [self._transfers[id].buffer for id in waiting.transfers]
+        self._forget(waiting.transfers)
+        return waiting.message, [buffer for buffer in buffers if buffer is not None]
+
+    def _forget(self, transfers: Sequence[int], *, more_to_come: bool = False) -> None:
+        for id in transfers:
+            self._wanted_by.pop(id, None)
+            dropped = self._transfers.pop(id, None)
+            if dropped is not None:
+                self._nameless -= dropped.nameless
+            if more_to_come and id > self._last_begun:
+                self._unwanted = self._expect(self._unwanted, id, self._last_begun)
+        self._named.notify_all()
+
+    def _expect(self, ids: set[int], id: int, past: int) -> set[int]:
+        """Adds one to the ids that are still to come. Those up to `past` never will."""
+        if len(ids) >= self.MAX_EXPECTED:
+            ids = {later for later in ids if later > past}
+            if len(ids) >= self.MAX_EXPECTED:
+                raise ResourceExhausted("too much was cancelled before it came")
+        ids.add(id)
+        return ids
+
+
+def _no_memory(size: int) -> ResourceExhausted:
+    return ResourceExhausted(f"no memory for an attachment of {size} bytes")

@@ -1,0 +1,606 @@
+"""Both directions of asking between two peers, whatever carries the frames.
+
+A session outlives the streams that carry it. It keeps every question until it is answered and
+every answer until it is acknowledged, and sends both again over new streams. A question that comes
+twice is served once. So a cut costs time, never an answer, and nothing runs twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from gradwire.errors import (
+    ConnectFailed,
+    DeadlineExceeded,
+    GradwireError,
+    InternalError,
+    LinkClosed,
+    ResourceExhausted,
+)
+from gradwire.proto.v1 import link_pb2
+from gradwire.system.callbacks import call_each
+from gradwire.system.timers import call_later
+from gradwire.transport import faults, frames
+from gradwire.transport.base import (
+    Handler,
+    Link,
+    LinkSettings,
+    Payload,
+    PeerIdentity,
+    ResponseFuture,
+    Sendable,
+    Traffic,
+    counted_size,
+)
+from gradwire.transport.calls import InboundCall, OutboundCall
+from gradwire.transport.memory_budget import MemoryBudget, Quota
+from gradwire.transport.outbox import OutgoingTransfer
+from gradwire.transport.reassembly import CompleteMessage
+from gradwire.transport.retry_queue import RetryQueue
+from gradwire.transport.streams import Streams
+from gradwire.transport.window import Window
+from gradwire.wire import Limits
+
+__all__ = ["Session"]
+
+log = logging.getLogger("gradwire.link")
+
+_MAX_UNACKNOWLEDGED = 32
+"""Acknowledgements ride on the next frame, unless this many wait."""
+_MAX_WITHDRAWN = 1000
+_SMALLEST_CHUNK_BYTES = 1024
+"""From this size on a frame is likely to be a chunk, which can be read in a faster way."""
+
+
+class Session(Link):
+    """A Link over streams that come and go. Subclasses and owners bring the streams.
+
+    One lock guards all of it. The locks of outboxes and inbounds are taken within it, never around it;
+    nothing that belongs to others is called while it is held.
+    """
+
+    def __init__(
+        self,
+        local: PeerIdentity,
+        peer: PeerIdentity,
+        handler: Handler,
+        settings: LinkSettings,
+        room: MemoryBudget | None = None,
+    ) -> None:
+        self.quota = Quota(settings.max_bytes_in_flight, room or MemoryBudget())
+        """For what the other end asks."""
+        self.local = local
+        self.peer = peer
+        self.settings = settings
+        self.limits = Limits(max_tensor_elements=settings.max_tensor_elements)
+        self.peer_max_message_bytes = settings.max_message_bytes
+        self._max_frame_bytes = settings.max_frame_bytes
+        self._handler = handler
+        self._lock = threading.RLock()
+        self._delivered = threading.Condition(self._lock)
+        self._delivery_is_awaited = False
+        self._streams: Streams | None = None
+        self._asked: dict[int, OutboundCall] = {}
+        self._retries = RetryQueue(self._ask)
+        self._window = Window(settings.max_bytes_in_flight)
+        self._served: dict[int, InboundCall] = {}
+        self._withdrawn: dict[int, None] = {}
+        """Questions that were withdrawn, and that the other end may still be busy with."""
+        self._to_acknowledge: list[int] = []
+        self._request_ids = itertools.count(1)
+        self._transfer_ids = itertools.count(1)
+        self._traffic_before = Traffic()
+        """What went over streams that are no longer in use."""
+        self._saved_bytes = 0
+        self._ended: GradwireError | None = None
+        self._end_callbacks: list[Callable[[Link], None]] = []
+
+    # -- asking
+
+    def send_request(
+        self,
+        method: int,
+        body: bytes,
+        attachments: Sequence[Sendable] = (),
+        *,
+        timeout: float | None = None,
+        future: ResponseFuture | None = None,
+    ) -> ResponseFuture:
+        if future is None:
+            future = ResponseFuture()
+        self._check_size(body, attachments)
+        self._ask(OutboundCall(method, body, attachments, future, timeout))
+        return future
+
+    def read_for(self, future: ResponseFuture) -> None:
+        streams = self._streams
+        if streams is not None:
+            streams.read_for(future)
+
+    def expect(self, future: ResponseFuture) -> None:
+        streams = self._streams
+        if streams is not None:
+            streams.expect(future)
+
+    def peer_takes_in_flight(self, max_bytes: int) -> None:
+        """How many bytes of unanswered attachments the other end wants at a time; 0 if it does not matter."""
+        self._window.max_bytes = max_bytes or (1 << 62)
+
+    def _ask(self, asked: OutboundCall) -> None:
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended.again()
+            if self._streams is None and not self.settings.wait_for_ready:
+                raise ConnectFailed(f"{self.peer} is out of reach right now", worker=str(self.peer))
+            if not self._window.admits(asked):
+                self._keep_back(asked)
+                return
+            id = next(self._request_ids)
+            self._asked[id] = asked
+            asked.future.abandon = partial(self._withdraw, id, None)
+            if asked.deadline is not None:
+                self._start_timer(asked, asked.deadline, partial(self._withdraw, id))
+            if self._streams is not None:
+                self._send_question(self._streams, id, asked)
+                self._streams.asked()
+        self._flush()
+        if asked.future.cancelled():
+            # It was cancelled before it knew whom to tell.
+            self._withdraw(id, None)
+
+    def _start_timer(
+        self, asked: OutboundCall, deadline: float, give_up: Callable[[GradwireError], None]
+    ) -> None:
+        asked.stop_timer()
+        left = max(deadline - time.monotonic(), 0.0)
+        asked.timer = call_later(left, partial(give_up, self._too_late(asked)))
+
+    def _too_late(self, asked: OutboundCall) -> DeadlineExceeded:
+        message = f"{self.peer} did not answer within {round(asked.timeout or 0.0, 3):g} s"
+        return DeadlineExceeded(message, worker=str(self.peer))
+
+    def _keep_back(self, asked: OutboundCall) -> None:
+        """There are too many bytes in flight for it now."""
+        asked.future.abandon = partial(self._leave_window, asked)
+        if asked.deadline is not None:
+            self._start_timer(asked, asked.deadline, partial(self._give_up_kept_back, asked))
+
+    def _give_up_kept_back(self, asked: OutboundCall, error: GradwireError) -> None:
+        self._leave_window(asked)
+        asked.future.settle(error)
+
+    def _leave_window(self, asked: OutboundCall) -> None:
+        """It is over with a question: others may be sent now."""
+        ready = deque(self._window.leave(asked))
+        while ready:
+            following = ready.popleft()
+            try:
+                self._ask(following)
+            except GradwireError as error:
+                # It needs no room. Those behind it may be sent, or fail as well.
+                following.stop_timer()
+                ready.extend(self._window.leave(following))
+                following.future.settle(error)
+
+    def _check_size(self, body: bytes, attachments: Sequence[Sendable]) -> None:
+        if len(body) > self.settings.max_body_bytes:
+            raise ResourceExhausted(
+                f"a message body of {len(body)} bytes exceeds the limit of {self.settings.max_body_bytes} "
+                "bytes; pass large data as tensors, which travel beside it in chunks"
+            )
+        size = len(body)
+        for attachment in attachments:
+            size += len(attachment.view)
+        if size > self.peer_max_message_bytes:
+            raise ResourceExhausted(
+                f"a message of {size} bytes exceeds the limit of {self.peer_max_message_bytes} bytes "
+                f"that {self.peer} takes",
+                worker=str(self.peer),
+            )
+
+    def _withdraw(self, id: int, error: GradwireError | None) -> None:
+        """Stops waiting for an answer, and tells the other end."""
+        with self._lock:
+            asked = self._asked.pop(id, None)
+            if asked is None:
+                return
+            self._remember_withdrawn(id)
+            streams = self._streams
+            if streams is not None:
+                streams.inbound.drop((True, id))
+                if asked.attachments:
+                    # Behind its chunks, so that none of them comes after it.
+                    streams.bulk.drop_transfers((False, id))
+                    streams.bulk.put(frames.cancel(id))
+                else:
+                    streams.control.put(frames.cancel(id))
+        self._flush()
+        asked.stop_timer()
+        if error is not None:
+            asked.future.settle(error)
+        self._leave_window(asked)
+
+    def _flush(self) -> None:
+        """Has what was put written. Without the lock: a write takes its time, in which others can go on."""
+        streams = self._streams
+        if streams is not None:
+            streams.flush()
+
+    def _flush_answer(self) -> None:
+        streams = self._streams
+        if streams is not None:
+            streams.flush_answer()
+
+    # -- sending; all with the lock held
+
+    def _remember_withdrawn(self, id: int) -> None:
+        # For the case that the cancellation is lost in a cut. One that keeps the question from running is
+        # never answered, so the oldest have to go.
+        self._withdrawn[id] = None
+        if len(self._withdrawn) > _MAX_WITHDRAWN:
+            del self._withdrawn[next(iter(self._withdrawn))]
+
+    def _send_question(self, streams: Streams, id: int, asked: OutboundCall) -> None:
+        left = 0.0
+        if asked.deadline is not None:
+            left = max(asked.deadline - time.monotonic(), 1e-3)
+        envelope = self._new_envelope()
+        request = envelope.frames.add().request
+        request.id = id
+        request.method = asked.method  # type: ignore[assignment]
+        request.body = asked.body
+        if left:
+            request.timeout_seconds = left
+        if asked.attachments:
+            request.transfers.extend(self._send_attachments(streams, asked.attachments, (False, id)))
+        streams.control.put(envelope.SerializeToString())
+
+    def _send_answer(self, served: InboundCall) -> None:
+        streams = self._streams
+        if streams is None or served.answer is None:
+            return
+        outcome, attachments = served.answer
+        envelope = self._new_envelope()
+        response = envelope.frames.add().response
+        response.id = served.id
+        if attachments:
+            response.transfers.extend(self._send_attachments(streams, attachments, (True, served.id)))
+        if isinstance(outcome, bytes):
+            response.body = outcome
+        else:
+            response.error.CopyFrom(outcome)
+        streams.control.put(envelope.SerializeToString())
+
+    def _new_envelope(self) -> link_pb2.Envelope:
+        """One that tells along what there is to acknowledge."""
+        envelope = link_pb2.Envelope()
+        if self._to_acknowledge:
+            envelope.frames.add().acknowledge.ids.extend(self._to_acknowledge)
+            self._to_acknowledge.clear()
+        return envelope
+
+    def _send_attachments(
+        self, streams: Streams, attachments: Sequence[Sendable], owner: tuple[bool, int]
+    ) -> list[int]:
+        ids = []
+        for attachment in attachments:
+            id = next(self._transfer_ids)
+            streams.bulk.put_transfer(
+                OutgoingTransfer(id, attachment, owner, self.settings.chunk_bytes, self._on_failed_transfer)
+            )
+            ids.append(id)
+        return ids
+
+    def _on_failed_transfer(self, transfer: OutgoingTransfer, error: GradwireError) -> None:
+        """An attachment was written to while it was being sent: the message must not be used."""
+        is_response, id = transfer.owner
+        if not is_response:
+            self._withdraw(id, error)
+            return
+        with self._lock:
+            served = self._served.get(id)
+            if served is not None:
+                if self._streams is not None:
+                    self._streams.bulk.drop_transfers(transfer.owner)
+                served.answer = (faults.describe(error, self.local.name), ())
+                self._send_answer(served)
+        self._flush()
+
+    # -- streams
+
+    def attach(self, streams: Streams) -> None:
+        """Carries on over new streams: what is not answered or acknowledged is sent again."""
+        with self._lock:
+            previous = self._streams
+            if self._ended is not None:
+                streams.close(discard=True)
+                return
+            if previous is not None:
+                self._traffic_before += previous.traffic
+                previous.close(discard=True)
+            self._streams = streams
+            self.inline_bytes = streams.inline_bytes
+            for id in self._withdrawn:
+                streams.control.put(frames.cancel(id))
+            # Once more is enough: the other end may never have heard of some, and so never answer them.
+            self._withdrawn.clear()
+            for id, asked in self._asked.items():
+                self._send_question(streams, id, asked)
+            for served in self._served.values():
+                self._send_answer(served)
+        self._flush()
+
+    def detach(self, streams: Streams) -> bool:
+        """The streams broke. True if they, or those that they led to, were the ones in use."""
+        streams.close(discard=True)
+        with self._lock:
+            used = self._streams
+            if used is None or streams not in (used, used.beneath):
+                return False
+            used.close(discard=True)
+            self._streams = None
+            self._traffic_before += used.traffic
+            self._delivered.notify_all()
+            return True
+
+    def wait_until_delivered(self, timeout: float) -> bool:
+        """Whether all large answers have arrived at the other end in time, or it is out of reach."""
+        with self._delivered:
+            self._delivery_is_awaited = True
+            return self._delivered.wait_for(
+                lambda: (
+                    self._streams is None
+                    or not any(served.answer and served.answer[1] for served in self._served.values())
+                ),
+                timeout,
+            )
+
+    # -- receiving
+    #
+    # Streams that were replaced may still deliver. What they bring is ignored: it was sent again, or will
+    # be, over the new ones.
+
+    def receive(self, data: bytes, streams: Streams) -> None:
+        """Takes what was read from a stream. Raises if it breaks the protocol."""
+        if len(data) > self._max_frame_bytes:
+            raise ResourceExhausted(
+                f"a frame of {len(data)} bytes exceeds the limit of {self.settings.max_body_bytes} bytes"
+            )
+        with self._lock:
+            streams.received += len(data)
+        chunk = frames.parse_chunk(data) if len(data) >= _SMALLEST_CHUNK_BYTES else None
+        if chunk is not None:
+            self._on_whole(streams, streams.inbound.chunk(chunk))
+            return
+        received = frames.parse(data)
+        for index, frame in enumerate(received):
+            streams.is_amid = index + 1 < len(received)
+            kind = frame.WhichOneof("kind")
+            if kind == "request":
+                self._on_request(streams, frames.question(frame.request))
+            elif kind == "response":
+                self._on_response(streams, frame.response)
+            elif kind == "chunk":
+                piece = frame.chunk
+                chunk = frames.Chunk(piece.transfer, piece.offset, piece.total, piece.data)
+                self._on_whole(streams, streams.inbound.chunk(chunk))
+            elif kind == "cancel":
+                self._on_cancel(streams, frame.cancel.id)
+            elif kind == "acknowledge":
+                self._on_acknowledge(frame.acknowledge.ids)
+            elif kind == "goodbye":
+                self._on_goodbye(frame.goodbye)
+            else:
+                self._on_whole(streams, streams.take(frame, kind))
+
+    def receive_or_refuse(self, data: bytes, streams: Streams) -> None:
+        """The same for whoever reads a stream: what cannot be taken ends the session, not the reader."""
+        try:
+            self.receive(data, streams)
+        except GradwireError as error:
+            log.warning("%s broke the protocol: %s", self.peer, error)
+            self.refuse(error)
+        except Exception as error:
+            log.exception("a frame from %s could not be handled", self.peer)
+            self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
+
+    def _on_whole(self, streams: Streams, whole: CompleteMessage | None) -> None:
+        """The last attachment of a message has come, if it has."""
+        if whole is None:
+            return
+        if isinstance(whole[0], frames.RequestFrame):
+            self._handle(self._accept(streams, whole))
+        else:
+            self._settle(streams, whole)
+
+    def _on_request(self, streams: Streams, request: frames.RequestFrame) -> None:
+        key = (False, request.id)
+        # Whether it is served is decided when it comes, not when its last attachment does: the
+        # acknowledgement that makes us forget it may overtake those.
+        with self._lock:
+            if self._streams is not streams:
+                return
+            if request.id in self._served:
+                streams.inbound.skip(key, request.transfers)
+                return
+            whole = streams.inbound.message(key, request.transfers, request)
+            served = None if whole is None else self._accept(streams, whole)
+        self._handle(served)
+
+    def _accept(self, streams: Streams, whole: CompleteMessage) -> InboundCall | None:
+        request, attachments = whole
+        assert isinstance(request, frames.RequestFrame)
+        with self._lock:
+            if self._streams is not streams or request.id in self._served:
+                self.quota.give_back(request.id)
+                return None
+            served = self._served[request.id] = InboundCall(self, streams, request, attachments or ())
+            if attachments is None:
+                served.fail(faults.describe(self.quota.refusal(), self.local.name))
+                return None
+            return served
+
+    def _handle(self, served: InboundCall | None) -> None:
+        if served is None:
+            return
+        try:
+            self._handler(served)
+        except Exception as error:
+            if not isinstance(error, GradwireError):
+                log.exception("the handler of requests from %s failed", self.peer)
+            served.fail(faults.describe(error, self.local.name))
+
+    def _on_response(self, streams: Streams, response: link_pb2.Response) -> None:
+        key = (True, response.id)
+        with self._lock:
+            if self._streams is not streams:
+                return
+            if response.WhichOneof("outcome") == "error":
+                streams.inbound.drop(key)
+                whole: CompleteMessage | None = (response, ())
+            elif response.id in self._asked:
+                whole = streams.inbound.message(key, response.transfers, response)
+            else:
+                streams.inbound.skip(key, response.transfers)
+                whole = (response, ())
+        if whole is not None:
+            self._settle(streams, whole)
+
+    def _settle(self, streams: Streams, whole: CompleteMessage) -> None:
+        response, attachments = whole
+        assert isinstance(response, link_pb2.Response)
+        body = response.body  # once: it is copied each time
+        with self._lock:
+            if self._streams is not streams:
+                return
+            asked = self._asked.pop(response.id, None)
+            self._withdrawn.pop(response.id, None)
+            self._to_acknowledge.append(response.id)
+            is_large = bool(response.transfers or counted_size(body))
+            acknowledges = is_large or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED
+            if acknowledges:
+                streams.control.put(self._new_envelope().SerializeToString())
+            if asked is not None and asked.attachments:
+                # After a cut, the answer may be back before the question has been sent again.
+                streams.bulk.drop_transfers((False, response.id))
+        if acknowledges:
+            self._flush()
+        if asked is None:
+            return
+        asked.stop_timer()
+        if asked.is_large:
+            self._leave_window(asked)
+        if asked.deadline is not None and time.monotonic() >= asked.deadline:
+            # Its timer was about to say so. An answer that follows counts as on_discarded.
+            asked.future.settle(self._too_late(asked))
+        if response.WhichOneof("outcome") == "error":
+            if not response.error.worker:
+                response.error.worker = str(self.peer)
+            if not self._retries.takes(asked, response.error):
+                asked.future.settle(faults.rebuild(response.error))
+        else:
+            asked.future.settle(Payload(body, attachments or ()))
+
+    def _on_cancel(self, streams: Streams, id: int) -> None:
+        with self._lock:
+            served = self._served.get(id)
+            if served is None:
+                streams.inbound.drop((False, id))
+        if served is not None:
+            served.cancel()
+
+    def _on_acknowledge(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            for id in ids:
+                served = self._served.get(id)
+                if served is None or served.answer is None:
+                    continue
+                del self._served[id]
+                if served.answer[1] and self._streams is not None:
+                    # Acknowledged without having been sent whole: it is not wanted any more.
+                    self._streams.bulk.drop_transfers((True, id))
+            if self._delivery_is_awaited:
+                self._delivered.notify_all()
+
+    def _on_goodbye(self, goodbye: link_pb2.Goodbye) -> None:
+        if goodbye.HasField("error"):
+            self.abort(faults.rebuild(goodbye.error))
+        else:
+            error = LinkClosed(f"{self.peer} ended the link", worker=str(self.peer))
+            error.leaving = goodbye.leaving
+            self.abort(error)
+
+    # -- ending
+
+    def close(self, *, leaving: bool = False) -> None:
+        error = LinkClosed(f"the link to {self.peer} was closed", worker=str(self.peer))
+        self._end(error, frames.goodbye(leaving=leaving))
+
+    def abort(self, error: GradwireError) -> None:
+        self._end(error, None)
+
+    def refuse(self, error: GradwireError) -> None:
+        """Ends because the other end broke the protocol, and tells it."""
+        self._end(error, frames.goodbye(faults.describe(error, self.local.name)))
+
+    def _end(self, error: GradwireError, farewell: bytes | None) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = error
+            all_asked, self._asked = self._asked, {}
+            all_served, self._served = self._served, {}
+            streams, self._streams = self._streams, None
+            if streams is not None:
+                self._traffic_before += streams.traffic
+            callbacks, self._end_callbacks = self._end_callbacks, []
+            self._delivered.notify_all()
+        if streams is not None:
+            streams.inbound.close()
+            if farewell is None:
+                streams.close(discard=True)
+            else:
+                # The bulk stream stays until control has ended: the first to end takes the other with it.
+                streams.bulk.drop_transfers()
+                streams.control.put(farewell)
+                streams.control.close()
+        self.quota.give_back_all()
+        self._retries.end(error)
+        self._window.end(error)
+        for asked in all_asked.values():
+            asked.stop_timer()
+            asked.future.settle(error.again())
+        call_each(served.cancel for served in all_served.values())
+        call_each(partial(callback, self) for callback in callbacks)
+
+    @property
+    def connected(self) -> bool:
+        return self._streams is not None
+
+    @property
+    def traffic(self) -> Traffic:
+        with self._lock:
+            before = self._traffic_before + Traffic(saved=self._saved_bytes)
+            return before if self._streams is None else before + self._streams.traffic
+
+    def count_saved(self, size: int) -> None:
+        if size:
+            with self._lock:
+                self._saved_bytes += size
+
+    @property
+    def ended(self) -> GradwireError | None:
+        return self._ended
+
+    def when_ended(self, callback: Callable[[Link], None]) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._end_callbacks.append(callback)
+                return
+        callback(self)

@@ -1,0 +1,1 @@
+"""The command `gradwire-server`: options, configuration files, loading the user's modules, logging."""

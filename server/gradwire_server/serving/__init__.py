@@ -1,0 +1,1 @@
+"""Requests: accepting sessions and unary calls, giving each a thread, running the function."""

@@ -1,0 +1,343 @@
+"""The accepting end of links: finds the session that a stream belongs to, and keeps the lease."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+
+from gradwire.errors import GradwireError, ProtocolError, Unavailable, WorkerLost
+from gradwire.proto.v1 import link_pb2
+from gradwire.system.timers import Timer, call_later
+from gradwire.transport import (
+    PROTOCOL,
+    EventLoop,
+    Handler,
+    Link,
+    LinkSettings,
+    LocalListener,
+    LocalStreams,
+    MemoryBudget,
+    PeerIdentity,
+    Session,
+    StreamPair,
+    Streams,
+    confirm,
+    faults,
+    frames,
+)
+
+__all__ = ["SessionAcceptor"]
+
+log = logging.getLogger("gradwire.server.links")
+
+Hello = link_pb2.Hello
+
+
+@dataclass(slots=True, eq=False)
+class _Accepted:
+    key: tuple[int, int]
+    session: Session
+    streams: StreamPair
+    """The streams of the latest attempt."""
+    attempt: int
+    carrier: Streams | None = None
+    """What carries the session in this attempt: the streams, or the local socket that they led to. None
+    until the client has shown which by opening the other stream, or by coming to the socket."""
+    lease: Timer | None = None
+    """Runs while the client is away."""
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether the client is there, and has yet to show which way it goes."""
+        return self.carrier is None and self.lease is None
+
+
+class SessionAcceptor:
+    """All sessions that clients opened with this worker.
+
+    Its lock is taken before a session's, never while one is held.
+    """
+
+    def __init__(
+        self,
+        identity: PeerIdentity,
+        handler: Handler,
+        settings: LinkSettings,
+        on_open: Callable[[Link], None] = lambda _: None,
+        room: MemoryBudget | None = None,
+    ) -> None:
+        self._room = room or MemoryBudget()
+        self._identity = identity
+        self._handler = handler
+        self._on_open = on_open
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._accepted: dict[tuple[int, int], _Accepted] = {}
+        self._readers: set[threading.Thread] = set()
+        self._closed = False
+        self._local_listener: LocalListener | None = None
+        """Opened for the first client that could come there."""
+        self._event_loop: EventLoop | None = None
+        """For those who came."""
+
+    @property
+    def sessions(self) -> list[Session]:
+        with self._lock:
+            return [accepted.session for accepted in self._accepted.values()]
+
+    def wait_until_delivered(self, timeout: float) -> bool:
+        """Whether all large answers have arrived at their askers in time."""
+        give_up_at = time.monotonic() + timeout
+        return all(
+            session.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0)) for session in self.sessions
+        )
+
+    def close(self) -> None:
+        """Says goodbye to every client, and takes no new ones."""
+        with self._lock:
+            self._closed = True
+            all_accepted = list(self._accepted.values())
+        for accepted in all_accepted:
+            if accepted.lease is not None:
+                accepted.lease.cancel()
+            accepted.session.close(leaving=True)
+        if self._local_listener is not None:
+            self._local_listener.close()  # nobody opens another: who comes now is refused
+
+    def join(self, timeout: float) -> None:
+        """Waits for the threads that read; they end with their streams."""
+        give_up_at = time.monotonic() + timeout
+        with self._lock:
+            readers = list(self._readers)
+        for reader in readers:
+            reader.join(max(give_up_at - time.monotonic(), 0.0))
+        if self._event_loop is not None:
+            self._event_loop.close(max(give_up_at - time.monotonic(), 0.0))
+
+    def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The gRPC method Link: yields what is to be written, while a thread reads."""
+        silence = call_later(self._settings.hello_timeout, context.cancel)
+        try:
+            hello = _read_hello(requests)
+            local_listener = self._open_meeting_point() if hello.same_host else None
+            accepted, resumed = self._join(hello, context.peer(), has_choice=local_listener is not None)
+        except GradwireError as error:
+            log.warning("refused a stream from %s: %s", context.peer(), error)
+            yield frames.goodbye(faults.describe(error, self._identity.name))
+            return
+        except grpc.RpcError:
+            return  # it ended, or was silent for too long
+        finally:
+            silence.cancel()
+        if accepted is None:
+            yield self._welcome(resumed=False)
+            return
+        streams = accepted.streams
+        # gRPC calls back whatever way the stream ends: a handler that waits for something to write would
+        # not notice. One stream without the other is of no use; the client opens both anew.
+        if not context.add_callback(partial(self._leave, accepted, streams)):
+            self._leave(accepted, streams)
+            return
+        reader = threading.Thread(
+            target=self._read,
+            args=(requests, accepted, streams),
+            name=f"gradwire-read-{accepted.session.peer.name}",
+            daemon=True,
+        )
+        with self._lock:
+            self._readers.add(reader)
+        reader.start()
+        if hello.role == Hello.ROLE_BULK:
+            yield self._welcome(resumed)
+            yield from streams.bulk
+            return
+        if local_listener is None:
+            yield self._welcome(resumed)
+            yield from streams.control
+            return
+        offer = local_listener.offer((accepted, streams), context.peer())
+        try:
+            yield self._welcome(resumed, offer)
+            yield from streams.control
+        finally:
+            local_listener.forget(offer)
+
+    def _open_meeting_point(self) -> LocalListener | None:
+        with self._lock:
+            if self._local_listener is None and self._settings.same_host and not self._closed:
+                self._local_listener = LocalListener.open(self._on_met)
+            return self._local_listener
+
+    def _open_event_loop(self) -> EventLoop:
+        with self._lock:
+            if self._event_loop is None:
+                self._event_loop = EventLoop()
+                if self._closed:
+                    self._event_loop.close()  # who comes so late is not attended to
+            return self._event_loop
+
+    def _on_met(self, purpose: object, connection: socket.socket) -> None:
+        """A client of this host came, who has a stream already: reads what it says from here on."""
+        assert isinstance(purpose, tuple)
+        accepted, beneath = purpose
+        event_loop = self._open_event_loop()
+        local = LocalStreams(self._settings, accepted.session.quota, connection, beneath)
+        with self._lock:
+            if accepted.streams is not beneath or not accepted.is_choosing or self._closed:
+                raise ConnectionAbortedError("the client has come back, or has gone another way")
+            self._readers.add(threading.current_thread())
+            accepted.carrier = local
+            accepted.session.attach(local)
+        try:
+            # Only now: what is said to the client before would go over the stream, where it does not look.
+            confirm(connection)
+        except OSError:
+            local.close(discard=True)
+        try:
+            local.carry(accepted.session, event_loop)
+        except GradwireError as error:
+            accepted.session.refuse(error)
+        finally:
+            self._leave(accepted, beneath)
+            with self._lock:
+                self._readers.discard(threading.current_thread())
+
+    def _join(
+        self, hello: link_pb2.Hello, address: str, *, has_choice: bool
+    ) -> tuple[_Accepted | None, bool]:
+        """The session that a stream belongs to, and whether it was there before.
+
+        Nothing is written before it is known what carries the session: what waits for a stream that the
+        client does not open, or does not read, would be lost, and would be kept for as long as it is open.
+        """
+        key = (hello.peer, hello.session)
+        with self._lock:
+            if self._closed:
+                raise Unavailable(f"{self._identity.name} is shutting down", worker=self._identity.name)
+            accepted = self._accepted.get(key)
+            if hello.role == Hello.ROLE_BULK:
+                if accepted is None or accepted.attempt != hello.attempt:
+                    raise ProtocolError("a bulk stream for a session that is not open")
+                if accepted.is_choosing:
+                    self._carry_over_streams(accepted)
+                if accepted.carrier is not accepted.streams:
+                    raise ProtocolError("a bulk stream for a session that goes another way")
+                return accepted, True
+            if accepted is None and hello.resume:
+                return None, False  # what it had here is gone; all it needs is to hear so
+            if accepted is not None and accepted.attempt >= hello.attempt:
+                raise ProtocolError("a stream of an attempt that has been superseded")
+            resumed = accepted is not None
+            if accepted is None:
+                accepted = self._accepted[key] = self._accept(key, hello, address)
+            else:
+                if accepted.lease is not None:
+                    accepted.lease.cancel()
+                accepted.session.detach(accepted.streams)
+                accepted.streams = StreamPair(self._settings, accepted.session.quota)
+                accepted.attempt, accepted.carrier, accepted.lease = hello.attempt, None, None
+            if not has_choice:
+                self._carry_over_streams(accepted)
+        if not resumed:
+            accepted.session.when_ended(lambda _: self._forget(accepted))
+            self._on_open(accepted.session)
+            log.info("%s connected from %s", accepted.session.peer, address)
+        return accepted, resumed
+
+    def _carry_over_streams(self, accepted: _Accepted) -> None:
+        """With the lock held, so that of two attempts the later one is attached last."""
+        accepted.carrier = accepted.streams
+        accepted.session.attach(accepted.streams)
+
+    def _accept(self, key: tuple[int, int], hello: link_pb2.Hello, address: str) -> _Accepted:
+        peer = PeerIdentity(hello.peer, _printable(hello.name) or address)
+        session = Session(self._identity, peer, self._handler, self._settings, self._room)
+        session.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
+        session.peer_takes_in_flight(hello.max_bytes_in_flight)
+        session.peer_codecs = frozenset(hello.codecs)
+        streams = StreamPair(self._settings, session.quota)
+        return _Accepted(key, session, streams, hello.attempt)
+
+    def _welcome(self, resumed: bool, offer: link_pb2.SameHost | None = None) -> bytes:
+        welcome = link_pb2.Welcome(
+            protocol=PROTOCOL,
+            peer=self._identity.id,
+            name=self._identity.name,
+            resumed=resumed,
+            lease_seconds=self._settings.lease,
+            max_message_bytes=self._settings.max_message_bytes,
+            max_bytes_in_flight=self._settings.max_bytes_in_flight,
+            codecs=self._settings.codecs,
+            same_host=offer,
+        )
+        return frames.envelope(link_pb2.Frame(welcome=welcome))
+
+    def _read(self, requests: Iterator[bytes], accepted: _Accepted, streams: Streams) -> None:
+        session = accepted.session
+        try:
+            for data in requests:
+                session.receive_or_refuse(data, streams)
+        except grpc.RpcError:
+            pass  # the stream was cut
+        finally:
+            streams.close()
+            with self._lock:
+                self._readers.discard(threading.current_thread())
+
+    def _leave(self, accepted: _Accepted, streams: Streams) -> None:
+        session = accepted.session
+        session.detach(streams)
+        with self._lock:
+            if accepted.streams is not streams or accepted.lease is not None:
+                return  # it came back, or this is known already
+            if self._closed or session.ended is not None:
+                return
+            accepted.lease = call_later(self._settings.lease, partial(self._expire, accepted, streams))
+        log.info("the link of %s was cut; its lease runs for %g s", session.peer, self._settings.lease)
+
+    def _expire(self, accepted: _Accepted, streams: Streams) -> None:
+        with self._lock:
+            if accepted.streams is not streams:
+                return  # it came back
+            # From here on it cannot any more.
+            self._accepted.pop(accepted.key, None)
+        peer = accepted.session.peer
+        log.info("the lease of %s ran out", peer)
+        accepted.session.abort(
+            WorkerLost(f"{peer} was out of reach for {self._settings.lease:g} s", worker=str(peer))
+        )
+
+    def _forget(self, accepted: _Accepted) -> None:
+        with self._lock:
+            self._accepted.pop(accepted.key, None)
+            lease = accepted.lease
+        if lease is not None:
+            lease.cancel()
+        log.info("%s has gone", accepted.session.peer)
+
+
+def _printable(name: str) -> str:
+    """A name from afar that can be logged and shown."""
+    return "".join(character if character.isprintable() else "?" for character in name[:100])
+
+
+def _read_hello(requests: Iterator[bytes]) -> link_pb2.Hello:
+    received = frames.parse(next(requests, b""))
+    if len(received) != 1 or received[0].WhichOneof("kind") != "hello":
+        raise ProtocolError("a stream must start with Hello alone")
+    hello = received[0].hello
+    if hello.protocol != PROTOCOL:
+        raise ProtocolError(
+            f"protocol {hello.protocol} is not spoken here, only {PROTOCOL}; "
+            "use the same version of gradwire at both ends"
+        )
+    if not hello.peer or not hello.session or hello.role not in (Hello.ROLE_CONTROL, Hello.ROLE_BULK):
+        raise ProtocolError("Hello must name a peer, a session and a role")
+    return hello

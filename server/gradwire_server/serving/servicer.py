@@ -1,0 +1,176 @@
+"""Answers questions: one implementation behind the Link and the unary methods."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from gradwire import __version__, wire
+from gradwire.autograd import ContextId, applied_modes, message_ids, nbytes
+from gradwire.errors import MalformedMessage, Unavailable
+from gradwire.peers.local import LocalPeer
+from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
+from gradwire.runtime.scope import current_scope, entered
+from gradwire.transport import Handler, ServerCall, faults
+from gradwire_server.objects.registry import Registry
+from gradwire_server.serving.calling import CallRunner
+from gradwire_server.serving.execution import Slots
+
+__all__ = ["Servicer"]
+
+log = logging.getLogger("gradwire.server")
+
+
+class Servicer:
+    """What a worker's peer does when it is asked."""
+
+    def __init__(self, peer: LocalPeer, registry: Registry, slots: Slots, runner: CallRunner) -> None:
+        self._peer = peer
+        self._registry = registry
+        self._slots = slots
+        self._runner = runner
+        self.draining = False
+        self._methods: dict[int, Handler] = {
+            link_pb2.METHOD_FORWARD_WITH_AUTOGRAD: self._when_open(self._forward),
+            link_pb2.METHOD_DESCRIBE: self._describe,
+            link_pb2.METHOD_INSPECT: self._inspect,
+        }
+        self._started = time.monotonic()
+        self._answering: set[ServerCall] = set()
+
+    @property
+    def name(self) -> str:
+        return self._peer.identity.name
+
+    def open(self) -> None:
+        """From now on the peer serves calls."""
+        self._peer.methods.update(self._methods)
+
+    def close(self) -> None:
+        """The peer goes on without serving calls."""
+        for method in self._methods:
+            self._peer.methods.pop(method, None)
+
+    def abandon(self) -> None:
+        """Cancels the calls that still run, over links that stay open."""
+        error = Unavailable(f"{self.name} is shutting down, and the call took too long", worker=self.name)
+        for server_call in list(self._answering):
+            server_call.fail(faults.describe(error, self.name))
+            server_call.cancel()
+
+    def _answer(
+        self,
+        server_call: ServerCall,
+        work: Callable[[ServerCall], None],
+        around_wait: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._answering.add(server_call)
+        try:
+            self._peer.answer(server_call, work, around_wait)
+        finally:
+            self._answering.discard(server_call)
+
+    def _when_open(self, work: Callable[[ServerCall], None]) -> Callable[[ServerCall], None]:
+        """Hands work to a thread of its own, unless the worker is shutting down."""
+
+        def handle(server_call: ServerCall) -> None:
+            if self.draining and not _ends_what_was_begun(server_call):
+                error = Unavailable(f"{self.name} is shutting down", worker=self.name)
+                server_call.fail(faults.describe(error, self.name))
+            else:
+                client = 0 if server_call.link is None else server_call.link.peer.id
+                around_wait = partial(self._slots.yielded, client)
+                task = partial(self._answer, server_call, work, around_wait)
+                self._slots.submit(task, client, here=server_call.may_run_here)
+
+        return handle
+
+    def _forward(self, server_call: ServerCall) -> None:
+        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
+        engine = self._peer.engine
+        if request.released:
+            engine.container.release(message_ids(request.released))
+        context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
+        scope = current_scope().in_context(context, request.modes.detect_anomaly)
+        handles: list[int] = []
+        is_sent = False
+        try:
+            with entered(scope), applied_modes(request.modes), engine.container.in_use(context):
+                response, attachments = self._runner.run(request, server_call, context, handles)
+            is_sent = engine.respond(server_call, response, attachments)
+        finally:
+            if handles and not is_sent:
+                self._runner.release(handles)
+        if handles:
+            server_call.when_cancelled(lambda: self._runner.release(handles))
+
+    def _describe(self, server_call: ServerCall) -> None:
+        wire.parse(describe_pb2.DescribeRequest, server_call.request.body)
+        response = describe_pb2.DescribeResponse(
+            name=self.name,
+            peer=self._peer.identity.id,
+            version=__version__,
+            torch_version=torch.__version__,
+            functions=self._registry.describe(),
+            types=self._registry.describe_types(),
+            devices=["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))],
+        )
+        server_call.respond(response.SerializeToString())
+
+    def _inspect(self, server_call: ServerCall) -> None:
+        wire.parse(describe_pb2.InspectRequest, server_call.request.body)
+        clients = {link.peer.id: link for link in self._peer.links}
+        now = time.monotonic()
+        response = describe_pb2.InspectResponse(
+            name=self.name,
+            uptime_seconds=now - self._started,
+            calls=self._slots.unfinished,
+            resident_bytes=_resident_bytes(),
+        )
+        for context in self._peer.engine.container.contexts():
+            owner = clients.get(context.id.peer)
+            gradients = context.gradients().values()
+            kept = self._peer.engine.container.results_of(context)
+            response.contexts.add(
+                id=str(context.id),
+                owner=owner.peer.name if owner is not None else "",
+                age_seconds=now - context.since,
+                results=len(kept),
+                arguments=len(context.arguments),
+                gradients=len(gradients),
+                bytes=sum(result.bytes for result in kept) + sum(map(nbytes, gradients)),
+            )
+        for peer, link in clients.items():
+            traffic = link.traffic
+            response.clients.add(
+                name=link.peer.name,
+                peer=f"{peer:016x}",
+                connected=link.connected,
+                sent_bytes=traffic.sent,
+                received_bytes=traffic.received,
+                saved_bytes=traffic.saved,
+            )
+        server_call.respond(response.SerializeToString())
+
+
+def _ends_what_was_begun(server_call: ServerCall) -> bool:
+    """Whether a call ends a step that was prepared: refusing it would leave others with half a step."""
+    try:
+        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
+    except MalformedMessage:
+        return False
+    return request.HasField("target") and request.function in ("commit", "abort", "outcome")
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0  # not Linux

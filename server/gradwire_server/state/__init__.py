@@ -1,0 +1,1 @@
+"""The state directory: named objects that outlive the worker's process."""

@@ -1,0 +1,399 @@
+"""One thread reads all connections, and nobody waits for one that is occupied."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from tests.unit.transport.support import SECONDS, eventually
+
+from gradwire.errors import InternalError, MalformedMessage
+from gradwire.system.watchdog import INLINE_SECONDS
+from gradwire.transport import event_loop as event_loop_module
+from gradwire.transport import leader_followers
+from gradwire.transport.event_loop import EventLoop
+
+THREADS = ("gradwire-event_loop", "gradwire-follower")
+
+
+class Line:
+    """A connection on which each byte is a frame."""
+
+    def __init__(self) -> None:
+        self.far, self._near = socket.socketpair()
+        self._near.setblocking(False)
+        self.has_more = False
+        self.flushes = 0
+        self._buffer = b""
+        self._descriptor = self._near.fileno()
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def __next__(self) -> bytes | None:
+        if not self._buffer:
+            try:
+                self._buffer = self._near.recv(100)
+            except BlockingIOError:
+                return None
+            if not self._buffer:
+                raise StopIteration
+        frame, self._buffer = self._buffer[:1], self._buffer[1:]
+        self.has_more = bool(self._buffer)
+        if frame == b"!":
+            raise MalformedMessage("no such frame")
+        return frame
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    flush_elsewhere = flush
+
+    def close(self) -> None:
+        self.far.close()
+        self._near.close()
+
+
+class Desk:
+    """Notes what came, and on which thread; works if there is work."""
+
+    def __init__(self, event_loop: EventLoop) -> None:
+        self.event_loop = event_loop
+        self.received: list[tuple[bytes, str]] = []
+        self.work: Callable[[], None] | None = None
+
+    def receive(self, frame: bytes) -> None:
+        self.received.append((frame, threading.current_thread().name))
+        if self.work is not None and self.event_loop.may_run_here():
+            self.work()
+
+
+@contextmanager
+def attended(event_loop: EventLoop, line: Line, desk: Desk) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=event_loop.attend, args=(line, desk.receive))
+    thread.start()
+    try:
+        yield thread
+    finally:
+        line.far.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        line.close()
+
+
+@contextmanager
+def open_event_loop() -> Iterator[EventLoop]:
+    event_loop = EventLoop()
+    try:
+        yield event_loop
+    finally:
+        event_loop.close()
+    eventually(lambda: not any(thread.name in THREADS for thread in threading.enumerate()))
+
+
+@contextmanager
+def occupied(desk: Desk, line: Line, *, said: bytes = b"w") -> Iterator[None]:
+    """The one who reads is at work on the first that is said."""
+    begun, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        desk.work = None
+        begun.set()
+        assert release.wait(SECONDS)
+
+    desk.work = work
+    line.far.send(said)
+    assert begun.wait(SECONDS)
+    try:
+        yield
+    finally:
+        release.set()
+
+
+def test_one_thread_reads_for_all() -> None:
+    with open_event_loop() as event_loop:
+        desk = Desk(event_loop)
+        desk.work = lambda: None
+        lines = [Line(), Line()]
+        with attended(event_loop, lines[0], desk), attended(event_loop, lines[1], desk):
+            for number in range(50):
+                lines[number % 2].far.send(bytes([100 + number]))
+            eventually(lambda: len(desk.received) == 50)
+        assert {frame for frame, _ in desk.received} == {bytes([100 + number]) for number in range(50)}
+
+
+@pytest.mark.parametrize(("stay", "before_the_other"), [(0.0, range(1, 5)), (SECONDS, [10])])
+def test_connections_are_attended_to_in_turn(
+    stay: float, before_the_other: Container[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each for as long as it may stay."""
+    monkeypatch.setattr(event_loop_module, "_STAY_SECONDS", stay)
+    with open_event_loop() as event_loop:
+        desk, lines = Desk(event_loop), [Line(), Line()]
+        with attended(event_loop, lines[0], desk), attended(event_loop, lines[1], desk):
+            # All of both is there before the rest of either is looked at.
+            with occupied(desk, lines[0], said=b"a" * 10):
+                lines[1].far.send(b"b" * 10)
+            eventually(lambda: len(desk.received) == 20)
+        came = b"".join(frame for frame, _ in desk.received)
+        assert came.index(b"b") in before_the_other
+
+
+def test_nobody_waits_for_one_that_takes_long() -> None:
+    with open_event_loop() as event_loop:
+        slow, brisk = Desk(event_loop), Desk(event_loop)
+        lines = [Line(), Line()]
+        # Those behind it on the same connection do not wait, either.
+        with (
+            attended(event_loop, lines[0], slow),
+            attended(event_loop, lines[1], brisk),
+            occupied(slow, lines[0], said=b"wxy"),
+        ):
+            lines[1].far.send(b"z")
+            eventually(lambda: len(brisk.received) == 1 and len(slow.received) == 3)
+
+
+def test_nobody_stands_in_for_one_whom_nobody_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_followers, "watch", lambda _: True)  # nobody looks but this
+    with open_event_loop() as event_loop:
+        desk, line = Desk(event_loop), Line()
+        with attended(event_loop, line, desk), occupied(desk, line):
+            a_little_later = event_loop._busy_since + 2 * INLINE_SECONDS
+            assert event_loop.look(a_little_later), "it is looked at further"
+            assert event_loop._busy_since, "it still has its turn"
+            line.far.send(b"x")
+            event_loop.look(a_little_later)
+            eventually(lambda: [thread for _, thread in desk.received][1:] == ["gradwire-follower"])
+
+
+def test_somebody_stands_in_for_one_who_is_occupied_for_very_long_before_it_is_missed() -> None:
+    with open_event_loop() as event_loop:
+        desk, line = Desk(event_loop), Line()
+        with attended(event_loop, line, desk), occupied(desk, line):
+            eventually(lambda: event_loop._turn is not None and not event_loop._busy_since)
+
+
+def test_one_that_waits_steps_aside_for_others_at_once() -> None:
+    with open_event_loop() as event_loop:
+        waiting, other = Desk(event_loop), Desk(event_loop)
+        answered = threading.Event()
+
+        def work() -> None:
+            waiting.work = None
+            event_loop.step_aside()
+            assert answered.wait(SECONDS)
+
+        waiting.work = work
+        other.work = answered.set
+        lines = [Line(), Line()]
+        with attended(event_loop, lines[0], waiting), attended(event_loop, lines[1], other):
+            eventually(lambda: len(event_loop._guests) == 2)
+            lines[0].far.send(b"w")
+            lines[1].far.send(b"x")
+            eventually(lambda: len(other.received) == 1)
+
+
+def test_to_wait_for_others_is_not_to_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what waits goes on being worked on where it is read, unless that was in somebody's way."""
+    monkeypatch.setattr(leader_followers, "watch", lambda _: True)
+    with open_event_loop() as event_loop:
+        desk, line = Desk(event_loop), Line()
+        worked: list[bytes] = []
+
+        def work() -> None:
+            event_loop.step_aside()
+            time.sleep(5 * INLINE_SECONDS)
+            worked.append(desk.received[-1][0])
+
+        desk.work = work
+        with attended(event_loop, line, desk):
+            for number in range(10):
+                line.far.send(bytes([100 + number]))
+                eventually(lambda number=number: len(worked) == 1 + number)  # type: ignore[misc]
+
+
+def test_what_waits_for_its_own_connection_is_soon_worked_on_elsewhere() -> None:
+    with open_event_loop() as event_loop:
+        line, answered = Line(), threading.Event()
+        here: list[bool] = []
+
+        def receive(frame: bytes) -> None:
+            if frame == b"a":
+                answered.set()
+                return
+            here.append(event_loop.may_run_here())
+            if here[-1]:
+                event_loop.step_aside()
+                assert answered.wait(SECONDS)
+
+        desk = Desk(event_loop)
+        desk.receive = receive  # type: ignore[method-assign]
+        with attended(event_loop, line, desk):
+            for number in range(10):
+                answered.clear()
+                line.far.send(b"q")
+                eventually(lambda number=number: len(here) == 1 + number)  # type: ignore[misc]
+                line.far.send(b"a")
+                assert answered.wait(SECONDS)
+        assert here[0]
+        assert not all(here)
+
+
+class Clock:
+    """What the event_loop takes for the time: only work makes it pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        # Not the clock of the whole process, which others rely on.
+        monkeypatch.setattr(event_loop_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(leader_followers, "watch", lambda _: True)
+
+
+def test_nobody_waits_for_one_who_has_much_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with open_event_loop() as event_loop:
+        desk, lines = Desk(event_loop), [Line(), Line()]
+        first, sent = threading.Event(), threading.Event()
+
+        def work() -> None:
+            first.set()
+            assert sent.wait(SECONDS)
+            clock.now += 0.4 * event_loop_module._STAY_SECONDS
+
+        desk.work = work
+        with attended(event_loop, lines[0], desk), attended(event_loop, lines[1], desk):
+            eventually(lambda: len(event_loop._guests) == 2)
+            lines[0].far.send(b"a" * 20)
+            assert first.wait(SECONDS)
+            lines[1].far.send(b"b" * 20)
+            sent.set()
+            eventually(lambda: len(desk.received) == 40)
+        came = b"".join(frame for frame, _ in desk.received)
+        # Each stays for three of them, that take 1.2 times as long as it may.
+        assert came == b"aaabbb" * 6 + b"aabb"
+
+
+def test_answers_to_one_who_is_alone_go_on_leaving_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with open_event_loop() as event_loop:
+        desk, line = Desk(event_loop), Line()
+        answers = 0
+
+        def work() -> None:
+            nonlocal answers
+            clock.now += 0.05 * event_loop_module._STAY_SECONDS
+            assert event_loop.will_write(line)
+            answers += 1
+
+        desk.work = work
+        with attended(event_loop, line, desk):
+            line.far.send(b"x" * 90)
+            eventually(lambda: answers == 90 and line.flushes > 0)
+        assert line.flushes < 45
+
+
+def test_answers_to_what_came_together_leave_together() -> None:
+    with open_event_loop() as event_loop:
+        desk, line = Desk(event_loop), Line()
+        written: list[bool] = []
+        desk.work = lambda: written.append(event_loop.will_write(line))
+        with attended(event_loop, line, desk):
+            line.far.send(b"abcdefghij")
+            eventually(lambda: len(written) == 10 and line.flushes > 0)
+        assert all(written)
+        assert line.flushes <= 10
+        assert not event_loop.will_write(line)  # not from here
+
+
+def test_an_answer_does_not_wait_for_what_takes_long() -> None:
+    with open_event_loop() as event_loop:
+        desk, line = Desk(event_loop), Line()
+        release = threading.Event()
+
+        def work() -> None:
+            if desk.received[-1][0] == b"a":
+                assert event_loop.will_write(line)
+            else:
+                assert release.wait(SECONDS)
+
+        desk.work = work
+        with attended(event_loop, line, desk):
+            line.far.send(b"ab")
+            eventually(lambda: line.flushes == 1)
+            release.set()
+
+
+def test_what_breaks_the_protocol_ends_one_connection_alone() -> None:
+    with open_event_loop() as event_loop:
+        desk, bad, good = Desk(event_loop), Line(), Line()
+        with attended(event_loop, good, desk):
+            bad.far.send(b"!")
+            with pytest.raises(MalformedMessage):
+                event_loop.attend(bad, desk.receive)
+            good.far.send(b"a")
+            eventually(lambda: len(desk.received) == 1)
+        bad.close()
+
+
+def test_whatever_goes_wrong_with_one_the_others_are_attended_to() -> None:
+    def fail(frame: bytes) -> None:
+        raise SystemExit(frame)
+
+    with open_event_loop() as event_loop:
+        desk, bad, good = Desk(event_loop), Line(), Line()
+        with attended(event_loop, good, desk):
+            bad.far.send(b"x")
+            with pytest.raises(InternalError, match="SystemExit"):
+                event_loop.attend(bad, fail)
+            good.far.send(b"a")
+            eventually(lambda: len(desk.received) == 1)
+        bad.close()
+
+
+def test_threads_that_stood_in_end_when_there_are_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_followers, "_LIVENESS_SECONDS", 0.01)
+    with open_event_loop() as event_loop:
+        desk, line, release = Desk(event_loop), Line(), threading.Event()
+        desk.work = lambda: bool(release.wait(SECONDS)) or None
+        with attended(event_loop, line, desk):
+            # The first few are worked on where they are read; a thread stands in for each.
+            line.far.send(b"abc")
+            eventually(lambda: len(desk.received) == 3 and event_loop._threads > 1)
+            release.set()
+            eventually(lambda: event_loop._threads <= 2)
+
+
+def test_closing_ends_all_and_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    event_loop = EventLoop()
+    desk, line = Desk(event_loop), Line()
+    thread = threading.Thread(target=event_loop.attend, args=(line, desk.receive))
+    thread.start()
+    line.far.send(b"a")
+    eventually(lambda: len(desk.received) == 1)
+    event_loop.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    event_loop.attend(line, desk.receive)  # returns at once
+    event_loop.close()
+    line.close()
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+
+def test_it_closes_while_one_is_occupied() -> None:
+    event_loop = EventLoop()
+    desk, line = Desk(event_loop), Line()
+    thread = threading.Thread(target=event_loop.attend, args=(line, desk.receive))
+    thread.start()
+    with occupied(desk, line):
+        event_loop.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    eventually(lambda: not any(thread.name in THREADS for thread in threading.enumerate()))
+    line.close()

@@ -1,0 +1,315 @@
+"""Who reads a local connection, and that somebody always does."""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import pytest
+from tests.unit.transport.support import SECONDS, eventually
+
+from gradwire.errors import DeadlineExceeded
+from gradwire.transport import Payload, ResponseFuture, leader_followers, local_reader
+from gradwire.transport.local_reader import LocalReader
+
+
+class Line:
+    """A connection on which each byte is a frame."""
+
+    has_more = False
+
+    def __init__(self) -> None:
+        self.far, self._near = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self._near.fileno()
+
+    def __next__(self) -> bytes:
+        data = self._near.recv(1)
+        if not data:
+            raise StopIteration
+        return data
+
+
+class Desk:
+    """Settles the question that a frame names, and notes which thread did."""
+
+    def __init__(self) -> None:
+        self.futures: dict[bytes, ResponseFuture] = {}
+        self.threads: list[str] = []
+        self.work: Callable[[], None] = lambda: None
+        self.reading: LocalReader | None = None
+
+    def receive(self, frame: bytes) -> None:
+        self.threads.append(threading.current_thread().name)
+        if frame in self.futures:
+            self.futures[frame].settle(Payload(frame))
+        elif self.reading is not None and self.reading.may_run_here():
+            self.work()
+
+    def send_request(self, frame: bytes) -> ResponseFuture:
+        future = self.futures[frame] = ResponseFuture()
+        return future
+
+
+@contextmanager
+def open_line(desk: Desk) -> Iterator[tuple[Line, LocalReader]]:
+    line = Line()
+    reading = desk.reading = LocalReader(line, desk.receive)
+    thread = threading.Thread(target=reading.run, name="keeper")
+    thread.start()
+    try:
+        yield line, reading
+    finally:
+        line.far.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        line._near.close()
+
+
+def server_call(line: Line, reading: LocalReader, desk: Desk, frame: bytes) -> None:
+    future = desk.send_request(frame)
+    answering = threading.Timer(0.0, line.far.send, [frame])
+    answering.start()
+    reading.read_for(future)
+    assert future.result(SECONDS).body == frame
+    answering.join()
+
+
+def test_one_who_asks_again_and_again_reads_the_answers_itself() -> None:
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(200):
+            server_call(line, reading, desk, b"a")
+    assert desk.threads.count(threading.current_thread().name) > 0
+
+
+def test_what_comes_unasked_is_read_soon_after() -> None:
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for number in range(20):
+            server_call(line, reading, desk, b"a")
+            line.far.send(b"b")
+            eventually(lambda number=number: len(desk.threads) == 2 * number + 2)  # type: ignore[misc]
+
+
+def test_a_deadline_ends_the_wait_of_the_one_who_reads() -> None:
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(5):
+            server_call(line, reading, desk, b"a")
+            late = desk.send_request(b"z")
+            threading.Timer(0.01, late.settle, [DeadlineExceeded("too late")]).start()
+            reading.read_for(late)
+            with pytest.raises(DeadlineExceeded):
+                late.result(SECONDS)
+
+
+def test_many_who_wait_all_get_their_answers() -> None:
+    desk = Desk()
+
+    def ask_often(reading: LocalReader, line: Line, frame: bytes) -> None:
+        for _ in range(100):
+            future = desk.send_request(frame)
+            line.far.send(frame)
+            reading.read_for(future)
+            assert future.result(SECONDS).body == frame
+            done.append(frame)
+
+    done: list[bytes] = []
+    with open_line(desk) as (line, reading):
+        threads = [
+            threading.Thread(target=ask_often, args=(reading, line, bytes([number]))) for number in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert len(done) == 800
+
+
+def test_the_end_is_noticed_by_the_one_who_reads() -> None:
+    desk = Desk()
+    line = Line()
+    reading = LocalReader(line, desk.receive)
+    keeper = threading.Thread(target=reading.run)
+    keeper.start()
+    future = desk.send_request(b"never")
+    threading.Timer(0.02, line.far.close).start()
+    reading.read_for(future)
+    keeper.join(SECONDS)
+    assert not keeper.is_alive()
+    assert not future.done()  # whoever keeps the link tells it
+    reading.read_for(future)  # returns at once
+    line._near.close()
+
+
+def test_another_stands_in_for_one_who_is_occupied() -> None:
+    desk = Desk()
+    occupied, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        desk.work = lambda: None
+        occupied.set()
+        assert release.wait(SECONDS)
+
+    desk.work = work
+    with open_line(desk) as (line, _):
+        line.far.send(b"w")
+        assert occupied.wait(SECONDS)
+        for number in range(1, 6):
+            line.far.send(b"x")
+            eventually(lambda number=number: len(desk.threads) == 1 + number)  # type: ignore[misc]
+        assert "keeper" not in desk.threads[1:]
+        release.set()
+    eventually(lambda: not any(thread.name == "gradwire-follower" for thread in threading.enumerate()))
+
+
+def test_answers_to_one_who_asks_much_are_read_all_the_same() -> None:
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        line.far.send(b"x")
+        eventually(lambda: len(desk.threads) == 1)
+        future = desk.send_request(b"a")
+        line.far.send(b"a")
+        give_up_at = time.monotonic() + SECONDS
+        while not future.done() and time.monotonic() < give_up_at:
+            reading.asked()
+            time.sleep(0.0001)
+        assert future.done()
+
+
+def test_one_who_never_reads_is_not_kept_waiting() -> None:
+    """Who awaits futures, say: the connection's own thread reads on and on."""
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(20):
+            future = desk.send_request(b"a")
+            reading.asked()
+            line.far.send(b"a")
+            assert future.result(SECONDS).body == b"a"
+            assert reading._turn is not None
+
+
+def test_one_who_waits_in_another_way_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls whose answers a thread read itself, and although nobody looks whether anybody reads."""
+    monkeypatch.setattr(local_reader, "watch", lambda _: None)
+    monkeypatch.setattr(leader_followers, "_LIVENESS_SECONDS", SECONDS)
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(20):
+            server_call(line, reading, desk, b"a")
+            future = desk.send_request(b"b")
+            reading.expect(future)
+            reading.expect(future)
+            line.far.send(b"b")
+            assert future.result(SECONDS / 2).body == b"b"
+        reading.expect(desk.send_request(b"never"))  # so that somebody notices the end
+
+
+def test_answers_are_not_kept() -> None:
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        for _ in range(50):
+            future = desk.send_request(b"a")
+            reading.expect(future)
+            line.far.send(b"a")
+            reading.read_for(future)
+            assert future.result(SECONDS).body == b"a"
+        eventually(lambda: not reading._expecting)
+
+
+def test_no_descriptor_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    desk = Desk()
+    with open_line(desk) as (line, reading):
+        server_call(line, reading, desk, b"a")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def interrupted_at(number: int, code: CodeType, work: Callable[[], object]) -> bool:
+    """Interrupts some work where Python would, within a function, for the n-th time. Whether there is such a
+    place: interrupts take effect when a function begins, after a call and before a loop's next round."""
+    places = itertools.count()
+    names = {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+    previous = ""
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal previous
+        if event == "opcode":
+            previous, before = names[frame.f_lasti], previous
+            if before in ("RESUME", "CALL", "JUMP_BACKWARD") and next(places) == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    def trace_calls(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace_calls)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(outer)
+    return False
+
+
+@pytest.mark.parametrize("function", [LocalReader.read_for, LocalReader._hand_on])
+def test_whoever_is_interrupted_anywhere_leaves_the_turn_to_others(function: FunctionType) -> None:
+    for number in itertools.count():
+        desk, line = Desk(), Line()
+        reading = LocalReader(line, desk.receive)
+        future = desk.send_request(b"a")
+        line.far.send(b"a")
+        was_interrupted = interrupted_at(number, function.__code__, partial(reading.read_for, future))
+        keeper = threading.Thread(target=reading.run)
+        keeper.start()
+        later = desk.send_request(b"b")
+        line.far.send(b"b")
+        assert later.result(SECONDS).body == b"b"
+        line.far.close()
+        keeper.join(SECONDS)
+        assert not keeper.is_alive()
+        line._near.close()
+        if not was_interrupted:
+            break
+    assert number >= 3  # there were places to interrupt
+
+
+def test_an_interrupt_while_an_answer_is_taken_in_loses_nothing() -> None:
+    desk, line = Desk(), Line()
+
+    def receive(frame: bytes) -> None:
+        if frame == b"a":
+            signal.raise_signal(signal.SIGINT)
+        desk.receive(frame)
+
+    reading = LocalReader(line, receive)
+    own, another = desk.send_request(b"b"), desk.send_request(b"a")
+    line.far.send(b"a")
+    with pytest.raises(KeyboardInterrupt):
+        reading.read_for(own)
+    assert another.result(SECONDS).body == b"a"
+    line.far.send(b"b")
+    reading.read_for(own)
+    assert own.result(SECONDS).body == b"b"
+    line.far.close()
+    reading.run()  # returns when it has ended
+    line._near.close()

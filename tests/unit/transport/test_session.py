@@ -1,0 +1,353 @@
+"""Conversations whose streams are carried by hand, so that every order of events can be had."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+from tests.conformance.ends import Memory, Node
+
+from gradwire import errors
+from gradwire.proto.v1 import link_pb2
+from gradwire.system.timers import call_later
+from gradwire.transport import (
+    LinkSettings,
+    ResponseFuture,
+    ServerCall,
+    Session,
+    StreamPair,
+    Streams,
+    frames,
+    session,
+)
+from gradwire.transport.outbox import Outbox
+
+PING = link_pb2.METHOD_PING
+SETTINGS = LinkSettings(chunk_bytes=10)
+
+
+class Pair:
+    """Two sessions; nothing moves unless it is told to."""
+
+    def __init__(self) -> None:
+        self.here, self.there = Node("here"), Node("there")
+        self.left = Session(self.here.identity, self.there.identity, self.here.handle, SETTINGS)
+        self.right = Session(self.there.identity, self.here.identity, self.there.handle, SETTINGS)
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self.left_streams, self.right_streams = (
+            StreamPair(SETTINGS, self.left.quota),
+            StreamPair(SETTINGS, self.right.quota),
+        )
+        self.left.attach(self.left_streams)
+        self.right.attach(self.right_streams)
+
+    def control_to_right(self, limit: int = 1000) -> int:
+        return carry(self.left_streams.control, self.right, self.right_streams, limit)
+
+    def bulk_to_right(self, limit: int = 1000) -> int:
+        return carry(self.left_streams.bulk, self.right, self.right_streams, limit)
+
+    def control_to_left(self, limit: int = 1000) -> int:
+        return carry(self.right_streams.control, self.left, self.left_streams, limit)
+
+    def bulk_to_left(self, limit: int = 1000) -> int:
+        return carry(self.right_streams.bulk, self.left, self.left_streams, limit)
+
+    def run(self) -> None:
+        while sum(
+            (self.control_to_right(), self.bulk_to_right(), self.control_to_left(), self.bulk_to_left())
+        ):
+            pass
+
+
+def carry(outbox: Outbox, there: Session, received: Streams, limit: int) -> int:
+    count = 0
+    while count < limit and (outbox._frames or outbox._transfers):
+        there.receive(next(outbox), received)
+        count += 1
+    return count
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_question_sent_again_with_its_attachments_runs_once_even_if_the_answer_overtakes_them(
+    pair: Pair,
+) -> None:
+    future = pair.left.send_request(PING, b"once", [Memory(bytes(100))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    assert pair.there.asked == [b"once"]
+    pair.reconnect()  # the answer was lost; question and answer are sent again
+    pair.control_to_right()
+    pair.control_to_left()
+    pair.bulk_to_left()
+    assert future.done()
+    pair.control_to_right()  # the acknowledgement: the right end forgets the question ...
+    assert pair.right._served == {}
+    pair.bulk_to_right()  # ... and only then its attachments come again
+    pair.run()
+    assert pair.there.asked == [b"once"]
+    assert pair.right_streams.inbound.held == 0
+
+
+def test_what_replaced_streams_still_deliver_is_ignored(pair: Pair) -> None:
+    future = pair.left.send_request(PING, b"question")
+    late = next(pair.left_streams.control)
+    stale = pair.right_streams
+    pair.reconnect()
+    pair.right.receive(late, stale)
+    assert pair.there.asked == []
+    pair.run()
+    assert pair.there.asked == [b"question"]
+    assert future.result(0).body == b"question"
+
+
+def test_an_answer_on_replaced_streams_is_ignored_and_comes_again(pair: Pair) -> None:
+    future = pair.left.send_request(PING, b"question", [Memory(bytes(30))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    answer, stale = next(pair.right_streams.control), pair.left_streams
+    pair.reconnect()
+    pair.left.receive(answer, stale)
+    assert not future.done()
+    pair.run()
+    assert future.result(0).attachments[0].tobytes() == bytes(30)
+    pair.left.send_request(PING, b"")
+    pair.run()
+    assert set(pair.right._served) <= {2}
+
+
+def test_an_acknowledgement_that_was_lost_is_given_again(pair: Pair) -> None:
+    future = pair.left.send_request(PING, b"q", [Memory(bytes(30))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    pair.control_to_left()
+    pair.bulk_to_left()
+    assert future.done()
+    pair.reconnect()
+    assert len(pair.right._served) == 1
+    pair.run()
+    assert pair.right._served == {}
+    assert pair.left_streams.inbound.held == 0
+
+
+def test_a_cancellation_that_overtakes_its_question_keeps_it_from_running(pair: Pair) -> None:
+    future = pair.left.send_request(PING, b"unwanted", [Memory(bytes(100))])
+    pair.bulk_to_right(3)
+    future.cancel()
+    pair.bulk_to_right()
+    pair.control_to_right()
+    pair.run()
+    assert pair.there.asked == []
+    assert pair.right_streams.inbound.held == 0
+    assert pair.right_streams.inbound._cancelled == set()
+
+
+def test_a_cancellation_before_the_first_chunk_leaves_nothing_behind(pair: Pair) -> None:
+    future = pair.left.send_request(PING, b"unwanted", [Memory(bytes(100)), Memory(bytes(100))])
+    pair.control_to_right()
+    future.cancel()
+    pair.run()
+    follow_up = pair.left.send_request(PING, b"next", [Memory(bytes(50))])
+    pair.run()
+    assert follow_up.done()
+    assert pair.there.asked == [b"next"]
+    assert pair.right_streams.inbound._unwanted == set()
+
+
+def test_an_answer_for_nobody_is_dropped_whatever_its_chunks_do(pair: Pair) -> None:
+    server_calls: list[ServerCall] = []
+    pair.there.answer = server_calls.append
+    future = pair.left.send_request(PING, b"")
+    pair.control_to_right()
+    server_calls[0].respond(b"", [Memory(bytes(100))])
+    pair.bulk_to_left(2)
+    future.cancel()
+    pair.control_to_left()
+    pair.run()
+    assert pair.left_streams.inbound.held == 0
+    assert pair.right._served == {}
+    assert not pair.right_streams.bulk._transfers
+
+
+def test_what_is_asked_while_the_streams_are_cut_is_sent_over_the_next(pair: Pair) -> None:
+    pair.left.detach(pair.left_streams)
+    future = pair.left.send_request(PING, b"patience")
+    withdrawn = pair.left.send_request(PING, b"withdrawn")
+    withdrawn.cancel()
+    pair.reconnect()
+    pair.run()
+    assert future.result(0).body == b"patience"
+    assert pair.there.asked == [b"patience"]
+
+
+def test_a_cancellation_that_was_lost_in_a_cut_is_sent_again(pair: Pair) -> None:
+    server_calls: list[ServerCall] = []
+    pair.there.answer = server_calls.append
+    future = pair.left.send_request(PING, b"")
+    pair.control_to_right()
+    future.cancel()
+    pair.reconnect()
+    pair.run()
+    assert server_calls[0].cancelled
+
+
+def test_what_is_cancelled_while_the_streams_are_cut_is_told_over_the_next(pair: Pair) -> None:
+    server_calls: list[ServerCall] = []
+    pair.there.answer = server_calls.append
+    future = pair.left.send_request(PING, b"", [Memory(bytes(30))])
+    pair.run()
+    pair.left.detach(pair.left_streams)
+    future.cancel()
+    pair.reconnect()
+    pair.run()
+    assert server_calls[0].cancelled
+    server_calls[0].respond(b"")
+    pair.run()
+    assert pair.left._withdrawn == {}
+
+
+def test_a_cancelled_question_is_remembered_until_it_is_answered(pair: Pair) -> None:
+    server_calls: list[ServerCall] = []
+    pair.there.answer = server_calls.append
+    pair.left.send_request(PING, b"").cancel()
+    pair.run()
+    assert list(pair.left._withdrawn) == [1]
+    server_calls[0].respond(b"")
+    pair.run()
+    assert pair.left._withdrawn == {}
+
+
+def test_what_is_remembered_of_withdrawn_questions_is_bounded(pair: Pair) -> None:
+    for _ in range(1500):
+        pair.left.send_request(PING, b"", [Memory(bytes(30))]).cancel()
+    assert list(pair.left._withdrawn) == list(range(501, 1501))
+
+
+def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> None:
+    server_calls: list[ServerCall] = []
+    pair.there.answer = server_calls.append
+    future = pair.left.send_request(PING, b"")
+    pair.control_to_right()
+    pair.right.receive(
+        frames.envelope(link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=[1]))), pair.right_streams
+    )
+    server_calls[0].respond(b"answer")
+    pair.run()
+    assert future.result(0).body == b"answer"
+
+
+def test_an_answer_that_comes_late_is_too_late(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the timer that should say so is later still."""
+    monkeypatch.setattr(session, "call_later", lambda _, callback: call_later(3600.0, callback))
+    on_discarded: list[object] = []
+    future = ResponseFuture()
+    future.on_discarded = on_discarded.append
+    pair.left.send_request(PING, b"", timeout=0.001, future=future)
+    time.sleep(0.002)
+    pair.run()
+    with pytest.raises(errors.DeadlineExceeded, match="did not answer within"):
+        future.result(0)
+    assert len(on_discarded) == 1
+
+
+def test_acknowledgements_do_not_pile_up(pair: Pair) -> None:
+    for _ in range(100):
+        pair.left.send_request(PING, b"")
+        pair.run()
+        assert len(pair.right._served) <= 32
+        assert len(pair.left._to_acknowledge) <= 32
+
+
+def test_a_large_answer_is_acknowledged_at_once(pair: Pair) -> None:
+    pair.left.send_request(PING, bytes(100_000))
+    pair.run()
+    assert pair.right._served == {}
+
+
+def test_answers_count_as_delivered_when_they_are_acknowledged(pair: Pair) -> None:
+    pair.left.send_request(PING, b"", [Memory(bytes(100))])
+    pair.control_to_right()
+    pair.bulk_to_right()
+    assert not pair.right.wait_until_delivered(0.01)
+    pair.run()
+    assert pair.right.wait_until_delivered(0.01)
+
+
+def test_a_frame_over_the_limit_is_refused() -> None:
+    settings = LinkSettings(max_body_bytes=1000)
+    node = Node("here")
+    session = Session(node.identity, node.identity, node.handle, settings)
+    streams = StreamPair(settings, session.quota)
+    session.attach(streams)
+    with pytest.raises(errors.ResourceExhausted, match="exceeds the limit of 1000 bytes"):
+        session.receive(bytes(3 << 20), streams)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        link_pb2.Frame(hello=link_pb2.Hello()),
+        link_pb2.Frame(welcome=link_pb2.Welcome()),
+        link_pb2.Frame(),
+    ],
+)
+def test_frames_out_of_place_break_the_protocol(pair: Pair, frame: link_pb2.Frame) -> None:
+    with pytest.raises(errors.ProtocolError, match="an unexpected frame"):
+        pair.right.receive(frames.envelope(frame), pair.right_streams)
+
+
+def test_bytes_that_are_no_frame_break_the_protocol(pair: Pair) -> None:
+    with pytest.raises(errors.MalformedMessage, match="no gradwire Envelope"):
+        pair.right.receive(b"\xff\xff\xff", pair.right_streams)
+
+
+def test_a_request_that_comes_twice_over_the_same_streams_breaks_the_protocol(pair: Pair) -> None:
+    pair.left.send_request(PING, b"once")
+    data = next(pair.left_streams.control)
+    pair.right.receive(data, pair.right_streams)
+    with pytest.raises(errors.MalformedMessage, match="request 1 came after request 1"):
+        pair.right.receive(data, pair.right_streams)
+    assert pair.there.asked == [b"once"]
+
+
+class Watched:
+    """A message that counts how often its body, or that of a message in it, is looked at."""
+
+    def __init__(self, message: Any, copies: list[int]) -> None:
+        self._message = message
+        self._copies = copies
+
+    @property
+    def __class__(self) -> type:
+        return type(self._message)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._message, name)
+        if name == "body":
+            self._copies.append(len(value))
+        return Watched(value, self._copies) if isinstance(value, Message) else value
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_body_is_copied_out_of_its_message_once(
+    pair: Pair, attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """protobuf copies it each time that it is looked at, be it for its length."""
+    copies: list[int] = []
+    parse = frames.parse
+    monkeypatch.setattr(frames, "parse", lambda data: [Watched(frame, copies) for frame in parse(data)])
+    attachments = [Memory(b"x" * 25)] if attached else []
+    body = b"q" * (100 << 10)
+    asked = pair.left.send_request(PING, body, attachments)
+    pair.run()  # it is answered with the same
+    assert pair.there.asked == [body]
+    assert asked.result(0).body == body
+    assert copies == [len(body), len(body)]
