@@ -16,13 +16,13 @@ from gradwire.transport import GrpcLink, InProcessLink, Link, LinkSettings, Peer
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.serving.acceptor import SessionAcceptor
 
-__all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Node", "opened"]
+__all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Peer", "opened"]
 
 KINDS = ("in-process", "grpc", "same-host")
 SECONDS = 20.0
 """Longer than anything here takes: what has not happened by then never will."""
 
-_node_ids = itertools.count(1)
+_peer_ids = itertools.count(1)
 
 
 class Memory:
@@ -51,26 +51,26 @@ def echo(server_call: ServerCall) -> None:
 
 
 @dataclass
-class Node:
+class Peer:
     """An end's answers, and what it was asked."""
 
     name: str
-    answer: Callable[[ServerCall], None] = echo
-    asked: list[bytes] = field(default_factory=list)
+    respond: Callable[[ServerCall], None] = echo
+    received: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.identity = PeerIdentity(next(_node_ids), self.name)
+        self.identity = PeerIdentity(next(_peer_ids), self.name)
         self._changed = threading.Condition()
 
     def handle(self, server_call: ServerCall) -> None:
         with self._changed:
-            self.asked.append(server_call.request.body)
+            self.received.append(server_call.request.body)
             self._changed.notify_all()
-        self.answer(server_call)
+        self.respond(server_call)
 
-    def wait_until_asked(self, times: int = 1) -> None:
+    def wait_for_requests(self, times: int = 1) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.asked) >= times, SECONDS)
+            assert self._changed.wait_for(lambda: len(self.received) >= times, SECONDS)
 
 
 @dataclass
@@ -79,15 +79,15 @@ class Ends:
 
     left: Link
     right: Link
-    here: Node
-    there: Node
+    here: Peer
+    there: Peer
     acceptor: SessionAcceptor | None = None
 
 
 @contextmanager
 def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
     """A link of some kind. It is closed at the end."""
-    here, there = Node("here"), Node("there")
+    here, there = Peer("here"), Peer("there")
     settings = settings or LinkSettings(connect_timeout=SECONDS, chunk_bytes=1 << 16)
     if kind == "in-process":
         left, right = InProcessLink.pair(
@@ -110,17 +110,17 @@ def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
             link.close()
 
 
-InboundCall = Iterator[bytes]
-Between = Callable[[InboundCall], InboundCall]
+Writes = Iterator[bytes]
+Between = Callable[[Writes], Writes]
 """Sees, and may change, what a worker writes to a stream."""
 
 
 @contextmanager
 def serving(
-    node: Node, settings: LinkSettings, between: Between = lambda written: written
+    peer: Peer, settings: LinkSettings, between: Between = lambda written: written
 ) -> Iterator[tuple[SessionAcceptor, str]]:
     """A gRPC server with a acceptor and nothing else."""
-    acceptor = SessionAcceptor(node.identity, node.handle, settings)
+    acceptor = SessionAcceptor(peer.identity, peer.handle, settings)
     pool = ThreadPoolExecutor(50, thread_name_prefix="gradwire-test")
     server = grpc.server(pool, options=server_options(settings))
     handler = grpc.stream_stream_rpc_method_handler(

@@ -63,12 +63,12 @@ def test_both_ends_ask(ends: Ends) -> None:
     there = ends.right.send_request(PING, b"from the right")
     here = ends.left.send_request(PING, b"from the left")
     assert (body_of(here), body_of(there)) == (b"from the left", b"from the right")
-    assert ends.here.asked == [b"from the right"]
-    assert ends.there.asked == [b"from the left"]
+    assert ends.here.received == [b"from the right"]
+    assert ends.there.received == [b"from the left"]
 
 
 def test_the_asked_sees_the_question_and_the_way_back(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(link_pb2.METHOD_DESCRIBE, b"x", timeout=SECONDS)
     (server_call,) = held.wait()
     assert server_call.method == link_pb2.METHOD_DESCRIBE
@@ -95,7 +95,7 @@ def test_many_questions_are_in_flight_both_ways(ends: Ends) -> None:
 
 
 def test_answers_come_in_any_order(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     futures = [ends.left.send_request(PING, str(number).encode()) for number in range(5)]
     for server_call in reversed(held.wait(5)):
         server_call.respond(server_call.request.body)
@@ -108,7 +108,7 @@ def test_only_the_first_answer_counts(ends: Ends) -> None:
         server_call.respond(b"second")
         server_call.fail(link_pb2.Error(code=link_pb2.Error.CODE_INTERNAL))
 
-    ends.there.answer = twice
+    ends.there.respond = twice
     assert body_of(ends.left.send_request(PING, b"")) == b"first"
     assert body_of(ends.left.send_request(PING, b"")) == b"first"
 
@@ -121,7 +121,7 @@ def test_answers_may_come_from_any_thread(ends: Ends) -> None:
         threads.append(thread)
         thread.start()
 
-    ends.there.answer = elsewhere
+    ends.there.respond = elsewhere
     assert body_of(ends.left.send_request(PING, b"")) == b"elsewhere"
     threads[0].join()
 
@@ -131,7 +131,7 @@ def test_answers_may_come_from_any_thread(ends: Ends) -> None:
 
 def test_a_failure_arrives_as_the_error_that_it_was(ends: Ends) -> None:
     error = errors.NotFound("no such thing")
-    ends.there.answer = lambda server_call: server_call.fail(faults.describe(error, "there"))
+    ends.there.respond = lambda server_call: server_call.fail(faults.describe(error, "there"))
     with pytest.raises(errors.NotFound, match="no such thing") as caught:
         ends.left.send_request(PING, b"").result(SECONDS)
     assert caught.value.worker == "there"
@@ -141,7 +141,7 @@ def test_a_handler_that_raises_fails_the_question(ends: Ends, caplog: pytest.Log
     def broken(server_call: ServerCall) -> None:
         raise ZeroDivisionError("broken")
 
-    ends.there.answer = broken
+    ends.there.respond = broken
     with pytest.raises(ZeroDivisionError, match="broken"):
         ends.left.send_request(PING, b"").result(SECONDS)
     assert "the handler of requests from here failed" in caplog.text
@@ -153,7 +153,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent() -> None:
         with pytest.raises(errors.ResourceExhausted, match="1001 bytes exceeds the limit of 1000 bytes"):
             ends.left.send_request(PING, bytes(1001))
         assert body_of(ends.left.send_request(PING, bytes(1000))) == bytes(1000)
-        ends.there.answer = lambda server_call: server_call.respond(bytes(1001))
+        ends.there.respond = lambda server_call: server_call.respond(bytes(1001))
         with pytest.raises(errors.ResourceExhausted, match="1001 bytes"):
             ends.left.send_request(PING, b"").result(SECONDS)
 
@@ -174,16 +174,16 @@ def test_attachments_over_the_peers_limit_are_refused_before_they_are_sent(kind:
 
 
 def test_a_question_that_was_cancelled_before_is_not_waited_for(ends: Ends) -> None:
-    ends.there.answer = Held()
+    ends.there.respond = Held()
     future = ResponseFuture()
     assert future.cancel()
     assert ends.left.send_request(PING, b"", future=future) is future
     assert future.cancelled()
-    assert ends.left._asked == {}  # type: ignore[attr-defined]
+    assert ends.left._outbound_calls == {}  # type: ignore[attr-defined]
 
 
 def test_cancelling_reaches_the_other_end(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
     told = threading.Event()
@@ -198,12 +198,12 @@ def test_cancelling_reaches_the_other_end(ends: Ends) -> None:
     with pytest.raises(CancelledError):
         future.result(0)
     server_call.respond(b"too late")
-    ends.there.answer = lambda server_call: server_call.respond(b"the link goes on")
+    ends.there.respond = lambda server_call: server_call.respond(b"the link goes on")
     assert body_of(ends.left.send_request(PING, b"")) == b"the link goes on"
 
 
 def test_a_callback_that_was_taken_back_is_not_called(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
     called: list[str] = []
@@ -218,7 +218,7 @@ def test_a_callback_that_was_taken_back_is_not_called(ends: Ends) -> None:
 def test_one_failing_callback_keeps_no_other_from_being_called(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
     told = threading.Event()
@@ -237,14 +237,14 @@ def test_cancelling_after_the_answer_changes_nothing(ends: Ends) -> None:
 
 
 def test_cancelling_twice_is_cancelling_once(ends: Ends) -> None:
-    ends.there.answer = Held()
+    ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     assert future.cancel()
     assert future.cancel()
 
 
 def test_those_who_wait_for_several_notice_a_cancelled_one(ends: Ends) -> None:
-    ends.there.answer = Held()
+    ends.there.respond = Held()
     futures = [ends.left.send_request(PING, b"") for _ in range(3)]
     waiting = threading.Thread(target=lambda: [future.cancel() for future in futures])
     waiting.start()
@@ -256,26 +256,26 @@ def test_cancelling_amid_a_transfer_drops_it_at_both_ends(ends: Ends) -> None:
     future = ends.left.send_request(PING, b"large", [Memory(bytes(64 << 20))])
     assert future.cancel()
     assert body_of(ends.left.send_request(PING, b"small", [Memory(bytes(1 << 20))])) == b"small"
-    assert b"large" not in ends.there.asked
-    assert streams_of(ends.right).inbound.held == 0
+    assert b"large" not in ends.there.received
+    assert streams_of(ends.right).reassembler.held == 0
 
 
 def test_an_answer_nobody_waits_for_is_not_carried_to_its_end(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
     server_call.respond(b"", [Memory(bytes(64 << 20))])
     future.cancel()
-    ends.there.answer = lambda server_call: server_call.respond(b"next", [Memory(bytes(100_000))])
+    ends.there.respond = lambda server_call: server_call.respond(b"next", [Memory(bytes(100_000))])
     assert body_of(ends.left.send_request(PING, b"")) == b"next"
-    assert streams_of(ends.left).inbound.held == 0
+    assert streams_of(ends.left).reassembler.held == 0
 
 
 # -- deadlines
 
 
 def test_a_question_fails_when_its_time_runs_out(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"", timeout=0.05)
     with pytest.raises(errors.DeadlineExceeded, match=r"did not answer within 0\.05 s"):
         future.result(SECONDS)
@@ -294,8 +294,8 @@ def test_an_answer_in_time_stops_the_clock(ends: Ends) -> None:
 
 
 def test_closing_fails_the_questions_of_both_ends(ends: Ends) -> None:
-    held = ends.there.answer = Held()
-    ends.here.answer = Held()
+    held = ends.there.respond = Held()
+    ends.here.respond = Held()
     mine = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
     theirs = ends.right.send_request(PING, b"")
@@ -326,11 +326,11 @@ def test_closing_first_sends_what_waits(ends: Ends) -> None:
     for number in range(100):
         ends.left.send_request(PING, str(number).encode())
     ends.left.close()
-    ends.there.wait_until_asked(100)
+    ends.there.wait_for_requests(100)
 
 
 def test_aborting_fails_with_the_error_given(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     held.wait()
     ends.left.abort(errors.WorkerLost("made up"))
@@ -343,9 +343,9 @@ def test_aborting_fails_with_the_error_given(ends: Ends) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_aborts_is_lost_to_the_other(kind: str) -> None:
     with opened(kind, LinkSettings(lease=0.1, connect_timeout=SECONDS)) as ends:
-        ends.here.answer = Held()
+        ends.here.respond = Held()
         future = ends.right.send_request(PING, b"")
-        ends.here.wait_until_asked()
+        ends.here.wait_for_requests()
         ends.left.abort(errors.WorkerLost("made up"))
         with pytest.raises(errors.WorkerLost):
             future.result(SECONDS)
@@ -409,19 +409,19 @@ def test_what_is_modified_while_being_sent_is_never_used(ends: Ends) -> None:
     with pytest.raises(errors.Unencodable, match="modified in place"):
         ends.left.send_request(PING, b"torn", [sound, torn, sound]).result(SECONDS)
     assert body_of(ends.left.send_request(PING, b"sound", [sound])) == b"sound"
-    assert ends.there.asked == [b"sound"]
-    assert streams_of(ends.right).inbound.held == 0
+    assert ends.there.received == [b"sound"]
+    assert streams_of(ends.right).reassembler.held == 0
 
 
 def test_an_answer_that_is_modified_while_being_sent_becomes_an_error(ends: Ends) -> None:
     torn, sound = Memory(bytes(1 << 20)), Memory(bytes(1 << 20))
     torn.modify(errors.Unencodable("a tensor was modified in place while being sent"))
-    ends.there.answer = lambda server_call: server_call.respond(b"", [sound, torn, sound])
+    ends.there.respond = lambda server_call: server_call.respond(b"", [sound, torn, sound])
     with pytest.raises(errors.Unencodable, match="modified in place"):
         ends.left.send_request(PING, b"").result(SECONDS)
-    ends.there.answer = lambda server_call: server_call.respond(b"", [sound])
+    ends.there.respond = lambda server_call: server_call.respond(b"", [sound])
     assert attachments_of(ends.left.send_request(PING, b"")) == [bytes(1 << 20)]
-    assert streams_of(ends.left).inbound.held == 0
+    assert streams_of(ends.left).reassembler.held == 0
 
 
 def test_an_attachment_that_cannot_be_read_fails_its_message_alone(
@@ -443,11 +443,11 @@ def test_nothing_is_kept_of_what_is_over(ends: Ends) -> None:
     for _ in range(100):
         ends.left.send_request(PING, b"", [Memory(bytes(10))]).result(SECONDS)
     left, right = ends.left, ends.right
-    assert left._asked == right._asked == {}  # type: ignore[attr-defined]
+    assert left._outbound_calls == right._outbound_calls == {}  # type: ignore[attr-defined]
     # Acknowledgements ride on what comes next; those of answers with attachments do not wait.
     ends.left.send_request(PING, b"").result(SECONDS)
-    assert len(right._served) <= 1  # type: ignore[attr-defined]
-    assert streams_of(left).inbound.held == streams_of(right).inbound.held == 0
+    assert len(right._inbound_calls) <= 1  # type: ignore[attr-defined]
+    assert streams_of(left).reassembler.held == streams_of(right).reassembler.held == 0
 
 
 def streams_of(link: Link):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from tests.conformance.ends import SECONDS, Memory, Node, serving
+from tests.conformance.ends import SECONDS, Memory, Peer, serving
 from tests.conformance.test_links import PING, attachments_of
 
 from gradwire.proto.v1 import link_pb2
@@ -65,7 +65,7 @@ def detour() -> Iterator[Detour]:
 @contextmanager
 def connected(detour: Detour) -> Iterator[GrpcLink]:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
-    here, there = Node("here"), Node("there")
+    here, there = Peer("here"), Peer("there")
     with serving(there, settings, detour.between) as (_, address):
         link = GrpcLink(address, here.identity, here.handle, settings)
         link.connect()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.conformance.ends import SECONDS, Ends, Memory, Node, echo, opened, serving
+from tests.conformance.ends import SECONDS, Ends, Memory, Peer, echo, opened, serving
 from tests.conformance.proxy import Proxy
 from tests.conformance.test_links import PING, Held, attachments_of, body_of
 
@@ -51,56 +51,56 @@ def test_questions_asked_after_a_cut_are_answered(ends: Ends) -> None:
 
 
 def test_a_question_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"once")
     (server_call,) = held.wait()
     cut(ends)
     # Asked after it on the same stream, so it has come again by now.
-    ends.there.answer = lambda server_call: server_call.respond(b"")
+    ends.there.respond = lambda server_call: server_call.respond(b"")
     ends.left.send_request(PING, b"later").result(SECONDS)
     server_call.respond(b"the answer")
     assert body_of(future) == b"the answer"
-    assert ends.there.asked == [b"once", b"later"]
+    assert ends.there.received == [b"once", b"later"]
 
 
 def test_a_question_of_the_other_end_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
-    held = ends.here.answer = Held()
+    held = ends.here.respond = Held()
     future = ends.right.send_request(PING, b"once")
     (server_call,) = held.wait()
     cut(ends)
     server_call.respond(b"the answer")
     assert body_of(future) == b"the answer"
-    assert ends.here.asked == [b"once"]
+    assert ends.here.received == [b"once"]
 
 
 def test_whoever_answers_may_wait_for_the_same_link_during_a_cut(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
 
-    def answer(server_call: ServerCall) -> None:
-        def ask_back() -> None:
+    def respond(server_call: ServerCall) -> None:
+        def call_back() -> None:
             server_call.respond(body_of(ends.left.send_request(PING, b"back")))
 
-        if server_call.may_run_here():
-            ask_back()
+        if server_call.may_run_inline():
+            call_back()
         else:
-            threading.Thread(target=ask_back).start()
+            threading.Thread(target=call_back).start()
 
-    ends.here.answer = answer
+    ends.here.respond = respond
     future = ends.right.send_request(PING, b"")
-    (asked_back,) = held.wait()
+    (nested_call,) = held.wait()
     cut(ends)
-    asked_back.respond(b"the answer")
+    nested_call.respond(b"the answer")
     assert body_of(future) == b"the answer"
 
 
 def test_an_answer_given_while_the_streams_are_cut_arrives(ends: Ends) -> None:
-    held = ends.there.answer = Held()
+    held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"", [Memory(bytes(100))])
     (server_call,) = held.wait()
     cut(ends)
     server_call.respond(b"late", [Memory(b"x" * 300_000)])
     assert attachments_of(future) == [b"x" * 300_000]
-    assert len(ends.there.asked) == 1
+    assert len(ends.there.received) == 1
 
 
 def test_a_cut_amid_a_large_transfer_costs_only_time(ends: Ends) -> None:
@@ -108,8 +108,8 @@ def test_a_cut_amid_a_large_transfer_costs_only_time(ends: Ends) -> None:
     future = ends.left.send_request(PING, b"large", [Memory(content)])
     cut(ends)
     assert attachments_of(future) == [content]
-    assert ends.there.asked == [b"large"]
-    assert ends.left._streams.inbound.held == 0  # type: ignore[attr-defined]
+    assert ends.there.received == [b"large"]
+    assert ends.left._streams.reassembler.held == 0  # type: ignore[attr-defined]
 
 
 def test_many_cuts_amid_many_questions_lose_and_repeat_nothing(ends: Ends) -> None:
@@ -121,36 +121,36 @@ def test_many_cuts_amid_many_questions_lose_and_repeat_nothing(ends: Ends) -> No
         if number % 60 == 30:
             cut(ends)
     assert [body_of(future) for future in futures] == bodies
-    assert sorted(ends.there.asked) == sorted(bodies)
+    assert sorted(ends.there.received) == sorted(bodies)
 
 
 @pytest.mark.parametrize("requester", ["left", "right"])
 def test_what_was_sent_again_after_a_cut_is_let_go_of_when_it_has_arrived(ends: Ends, requester: str) -> None:
-    asking, asked, held = ends.left, ends.there, Held()
+    requester_link, server, held = ends.left, ends.there, Held()
     if requester == "right":
-        asking, asked = ends.right, ends.here
-    asked.answer = held
-    question, answer = Memory(bytes(300_000)), Memory(bytes(300_000))
-    future = asking.send_request(PING, b"", [question])
+        requester_link, server = ends.right, ends.here
+    server.respond = held
+    request, response = Memory(bytes(300_000)), Memory(bytes(300_000))
+    future = requester_link.send_request(PING, b"", [request])
     (server_call,) = held.wait()
     cut(ends)
-    server_call.respond(b"", [answer])
+    server_call.respond(b"", [response])
     assert attachments_of(future) == [bytes(300_000)]
-    left = [weakref.ref(question), weakref.ref(answer)]
-    asked.answer = lambda server_call: server_call.respond(b"")
-    del question, answer, future, server_call, held
-    asking.send_request(PING, b"").result(SECONDS)  # acknowledges what came before it
+    left = [weakref.ref(request), weakref.ref(response)]
+    server.respond = lambda server_call: server_call.respond(b"")
+    del request, response, future, server_call, held
+    requester_link.send_request(PING, b"").result(SECONDS)  # acknowledges what came before it
     eventually(lambda: [memory() for memory in left] == [None, None])
 
 
 @pytest.mark.parametrize("requester", ["left", "right"])
 def test_a_question_that_is_cancelled_during_a_cut_is_cancelled_there(ends: Ends, requester: str) -> None:
-    asking, asked, held = ends.left, ends.there, Held()
+    requester_link, server, held = ends.left, ends.there, Held()
     if requester == "right":
-        asking, asked = ends.right, ends.here
-    asked.answer = held
+        requester_link, server = ends.right, ends.here
+    server.respond = held
     for _ in range(10):  # so that it is before new streams are there, some of the times
-        future = asking.send_request(PING, b"")
+        future = requester_link.send_request(PING, b"")
         server_call = held.wait()[-1]
         cut(ends)
         assert future.cancel()
@@ -160,9 +160,9 @@ def test_a_question_that_is_cancelled_during_a_cut_is_cancelled_there(ends: Ends
 
 def test_a_deadline_runs_on_during_a_cut() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
-    node = Node("there")
-    with serving(node, settings) as (_, address), Proxy(address) as proxy:
-        link = GrpcLink(proxy.address, Node("here").identity, node.handle, settings)
+    peer = Peer("there")
+    with serving(peer, settings) as (_, address), Proxy(address) as proxy:
+        link = GrpcLink(proxy.address, Peer("here").identity, peer.handle, settings)
         link.connect()
         proxy.open = False
         proxy.cut()
@@ -173,7 +173,7 @@ def test_a_deadline_runs_on_during_a_cut() -> None:
 
 def test_the_network_comes_back() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
-    here, there = Node("here"), Node("there")
+    here, there = Peer("here"), Peer("there")
     with serving(there, settings) as (_, address), Proxy(address) as proxy:
         link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
@@ -190,12 +190,12 @@ def test_what_was_kept_back_and_cannot_leave_takes_no_room() -> None:
     settings = LinkSettings(
         connect_timeout=SECONDS, lost_after=SECONDS, wait_for_ready=False, max_bytes_in_flight=300_000
     )
-    here, there = Node("here"), Node("there", Held())
+    here, there = Peer("here"), Peer("there", Held())
     with serving(there, settings) as (_, address), Proxy(address) as proxy:
         link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
         first = link.send_request(PING, b"first", [Memory(bytes(200_000))])
-        there.wait_until_asked()
+        there.wait_for_requests()
         kept_back = [link.send_request(PING, b"kept back", [Memory(bytes(200_000))]) for _ in range(3)]
         proxy.open = False
         proxy.cut()
@@ -206,25 +206,25 @@ def test_what_was_kept_back_and_cannot_leave_takes_no_room() -> None:
                 future.result(SECONDS)
         proxy.open = True
         eventually(lambda: link.connected)
-        (server_call,) = there.answer.server_calls  # type: ignore[attr-defined]
+        (server_call,) = there.respond.server_calls  # type: ignore[attr-defined]
         server_call.respond(b"")
-        there.answer = echo
+        there.respond = echo
         assert body_of(link.send_request(PING, b"next", [Memory(bytes(200_000))])) == b"next"
-        assert there.asked == [b"first", b"next"]
+        assert there.received == [b"first", b"next"]
         link.close()
 
 
 def test_who_stays_out_of_reach_is_lost_at_both_ends() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=0.4, lease=0.4)
-    here, there = Node("here"), Node("there", Held())
-    here.answer = Held()
+    here, there = Peer("here"), Peer("there", Held())
+    here.respond = Held()
     with serving(there, settings) as (acceptor, address), Proxy(address) as proxy:
         link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
         (other,) = acceptor.sessions
         mine, theirs = link.send_request(PING, b""), other.send_request(PING, b"")
-        here.wait_until_asked()
-        there.wait_until_asked()
+        here.wait_for_requests()
+        there.wait_for_requests()
         proxy.open = False
         proxy.cut()
         with pytest.raises(errors.WorkerLost, match=r"there .* has been out of reach for 0.4 s"):
@@ -232,13 +232,13 @@ def test_who_stays_out_of_reach_is_lost_at_both_ends() -> None:
         with pytest.raises(errors.WorkerLost, match=r"here was out of reach for 0.4 s"):
             theirs.result(SECONDS)
         assert acceptor.sessions == []
-        assert there.answer.server_calls[0].cancelled  # type: ignore[attr-defined]
+        assert there.respond.server_calls[0].cancelled  # type: ignore[attr-defined]
         link.close()
 
 
 def test_who_comes_back_after_the_lease_is_told_so() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS, lease=0.05)
-    here, there = Node("here"), Node("there")
+    here, there = Peer("here"), Peer("there")
     with serving(there, settings) as (acceptor, address), Proxy(address) as proxy:
         link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
@@ -252,14 +252,14 @@ def test_who_comes_back_after_the_lease_is_told_so() -> None:
         proxy.open = True
         with pytest.raises(errors.WorkerLost, match="has dropped this client's lease"):
             future.result(SECONDS)
-        assert there.asked == []
+        assert there.received == []
         assert acceptor.sessions == []
         link.close()
 
 
 def test_who_was_restarted_is_another() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
-    here, first, second = Node("here"), Node("there"), Node("there")
+    here, first, second = Peer("here"), Peer("there"), Peer("there")
     with serving(first, settings) as (_, address), serving(second, settings) as (acceptor, other_address):
         with Proxy(address) as proxy:
             link = GrpcLink(proxy.address, here.identity, here.handle, settings)
@@ -270,6 +270,6 @@ def test_who_was_restarted_is_another() -> None:
             future = link.send_request(PING, b"must not run")
             with pytest.raises(errors.WorkerLost, match="was restarted"):
                 future.result(SECONDS)
-            assert first.asked == second.asked == []
+            assert first.received == second.received == []
             assert acceptor.sessions == []
             link.close()

@@ -323,7 +323,7 @@ def test_a_client_that_vanishes_amid_a_transfer_is_forgotten(worker: gws.Worker)
 
 
 def held(worker: gws.Worker) -> int:
-    return sum(accepted.streams.inbound.held for accepted in worker._acceptor._accepted.values())
+    return sum(accepted.streams.reassembler.held for accepted in worker._acceptor._accepted.values())
 
 
 def test_thousands_of_early_cancellations_cost_nothing(worker: gws.Worker) -> None:
@@ -335,9 +335,9 @@ def test_thousands_of_early_cancellations_cost_nothing(worker: gws.Worker) -> No
         link.send(request(5001, b"", link_pb2.METHOD_PING))
         assert link.respond().id == 5001
         (accepted,) = worker._acceptor._accepted.values()
-        inbound = accepted.streams.inbound
-        assert inbound.held == 0
-        assert inbound._cancelled == inbound._unwanted == set()
+        reassembler = accepted.streams.reassembler
+        assert reassembler.held == 0
+        assert reassembler._cancelled == reassembler._unwanted == set()
 
 
 def test_cancellations_without_end_end_the_link(worker: gws.Worker, monkeypatch: pytest.MonkeyPatch) -> None:

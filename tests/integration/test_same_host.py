@@ -154,11 +154,13 @@ def test_a_stopped_worker_is_lost_and_a_woken_one_is_found_again(launch: Launch)
 
 
 def test_a_stranger_gets_nowhere() -> None:
-    met: list[object] = []
-    point = LocalListener.open(lambda purpose, connection: met.append((purpose, connection.close())))
-    assert point is not None
+    accepted_purposes: list[object] = []
+    listener = LocalListener.open(
+        lambda purpose, connection: accepted_purposes.append((purpose, connection.close()))
+    )
+    assert listener is not None
     try:
-        offer = point.offer("purpose", "unix:")
+        offer = listener.offer("purpose", "unix:")
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(f"\0{offer.socket}")
             stranger.sendall(bytes(len(offer.token)))
@@ -166,28 +168,28 @@ def test_a_stranger_gets_nowhere() -> None:
             assert stranger.recv(1) == b""
         with socket.socket(socket.AF_UNIX) as silent:
             silent.connect(f"\0{offer.socket}")
-        assert met == []
-        assert same_host.meet(offer, "unix:x") is None  # closed without a word: no meeting
-        wait_until(lambda: met == [("purpose", None)])
-        assert same_host.meet(offer, "unix:x") is None  # it is good once
-        assert len(met) == 1
+        assert accepted_purposes == []
+        assert same_host.client_handshake(offer, "unix:x") is None  # closed without a word: no meeting
+        wait_until(lambda: accepted_purposes == [("purpose", None)])
+        assert same_host.client_handshake(offer, "unix:x") is None  # it is good once
+        assert len(accepted_purposes) == 1
     finally:
-        point.close()
+        listener.close()
 
 
 def test_a_client_that_has_given_up_when_it_is_greeted_is_not_met() -> None:
-    met: list[object] = []
-    point = LocalListener.open(lambda purpose, connection: met.append(purpose))
-    assert point is not None
+    accepted_purposes: list[object] = []
+    listener = LocalListener.open(lambda purpose, connection: accepted_purposes.append(purpose))
+    assert listener is not None
     try:
         client, accepted = socket.socketpair(socket.AF_UNIX)
-        client.sendall(point.offer("purpose", "unix:").token)
+        client.sendall(listener.offer("purpose", "unix:").token)
         client.close()
-        point._greet(accepted)
+        listener._handshake(accepted)
         assert accepted.fileno() < 0
-        assert met == []
+        assert accepted_purposes == []
     finally:
-        point.close()
+        listener.close()
 
 
 OUT_OF_DESCRIPTORS = """

@@ -23,7 +23,7 @@ class Line:
         self.read += 1
         pending.settle(Payload(b"answer"))
 
-    def expect(self, pending: ResponseFuture) -> None:
+    def read_in_background(self, pending: ResponseFuture) -> None:
         self.expected += 1
         pending.settle(Payload(b"answer"))
 

@@ -105,9 +105,9 @@ class CallFuture(ResponseFuture):
         finally:
             del self  # as in `result`
 
-    def _is_awaited(self) -> None:
+    def _on_awaited(self) -> None:
         if not self.done():
-            self._link.expect(self)
+            self._link.read_in_background(self)
 
     def __del__(self) -> None:
         # Whoever throws a result away on_discarded never learns what there is to release on the worker.
@@ -123,7 +123,7 @@ class CallFuture(ResponseFuture):
                 done.set_result(None)
 
         self.when_settled(lambda: loop.call_soon_threadsafe(wake))
-        self._is_awaited()
+        self._on_awaited()
         try:
             yield from done
         except asyncio.CancelledError:

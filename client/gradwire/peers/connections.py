@@ -59,7 +59,7 @@ class WorkerConnection:
         link = self._link
         if link is not None and link.ended is None:
             return link
-        if again is Again.LOST and not (link is not None and link.was_waited_for):
+        if again is Again.LOST and not (link is not None and link.ended_by_timeout):
             again = Again.NEEDED  # it ended for another reason: the worker may well be there
         # Whoever comes while another connects waits for the same connection, or for the same failure.
         failures = self._failures

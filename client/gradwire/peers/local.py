@@ -78,7 +78,7 @@ class LocalPeer:
     def _serve_propagate(self, server_call: ServerCall) -> None:
         with self._runs_lock:
             self._runs += 1
-        if server_call.may_run_here():
+        if server_call.may_run_inline():
             self._run_backward(server_call)
         else:
             # A thread of its own for each, without a ceiling: runs wait for one another.
@@ -179,7 +179,7 @@ class LocalPeer:
             is_lost = again is Again.LOST
             patience = min(settings.connect_timeout, _GLANCE_SECONDS if is_lost else settings.lost_after)
             try:
-                link.connect(deadline(), patience=patience, tries_again=not is_lost)
+                link.connect(deadline(), connect_timeout=patience, wait_for_ready=not is_lost)
             except errors.ConnectFailed as error:
                 message = f"{target} was there and is gone: {error}"
                 raise errors.WorkerLost(message, worker=target) from error

@@ -103,7 +103,7 @@ def waiting(wait: Callable[[], T]) -> T:
     around_wait = scope.around_wait
     try:
         if scope.server_call is not None:
-            scope.server_call.step_aside()
+            scope.server_call.about_to_block()
         if around_wait is None:
             return wait()
         with around_wait():

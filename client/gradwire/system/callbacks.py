@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from gradwire.system.watchdog import INLINE_SECONDS, be_alert, watch
+from gradwire.system.watchdog import INLINE_SECONDS, check_often, watch
 
 __all__ = ["call_each", "call_elsewhere"]
 
@@ -53,7 +53,7 @@ class _Callbacks:
                 self._arrived.notify()
         watch(self)
 
-    def look(self, now: float) -> bool:
+    def check(self, now: float) -> bool:
         """Has another thread go on if the one that calls is occupied for long. Whether any wait."""
         with self._lock:
             if not self._waiting:
@@ -61,7 +61,7 @@ class _Callbacks:
             is_stuck = self._busy_since and now - self._busy_since > INLINE_SECONDS
             if is_stuck or self._caller is None:
                 self._start()
-                be_alert()
+                check_often()
             return True
 
     def _start(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Protocol
 
-__all__ = ["INLINE_SECONDS", "be_alert", "watch"]
+__all__ = ["INLINE_SECONDS", "check_often", "watch"]
 
 log = logging.getLogger("gradwire.link")
 
@@ -23,7 +23,7 @@ _IDLE_SECONDS = 0.1
 
 
 class Watched(Protocol):
-    def look(self, now: float) -> bool:
+    def check(self, now: float) -> bool:
         """Whether it is occupied."""
 
 
@@ -34,26 +34,26 @@ class _Watchdog:
         self._lock = threading.Lock()
         self._watched: set[Watched] = set()
         """Those of which there is news since the last look, and those that were occupied then."""
-        self._is_looking = False
+        self._is_running = False
         self._pause = _SHORTEST_PAUSE
 
-    def be_alert(self) -> None:
+    def check_often(self) -> None:
         self._pause = _SHORTEST_PAUSE
 
     def watch(self, watched: Watched) -> bool:
         with self._lock:
             self._watched.add(watched)
-            if not self._is_looking:
+            if not self._is_running:
                 self._pause = _SHORTEST_PAUSE
                 try:
-                    threading.Thread(target=self._look, name="gradwire-watchdog", daemon=True).start()
+                    threading.Thread(target=self._run, name="gradwire-watchdog", daemon=True).start()
                 except RuntimeError as error:
                     log.warning("no thread can be had: %s", error)  # it is tried again
                     return False
-                self._is_looking = True
+                self._is_running = True
             return True
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         idle = 0.0
         while True:
             pause = self._pause
@@ -62,18 +62,18 @@ class _Watchdog:
             with self._lock:
                 watched, self._watched = self._watched, set()
             now = time.monotonic()
-            occupied = {one for one in watched if self._is_occupied(one, now)}
+            occupied = {each for each in watched if self._is_occupied(each, now)}
             idle = 0.0 if watched else idle + pause
             with self._lock:
                 self._watched |= occupied
                 if idle > _IDLE_SECONDS and not self._watched:
-                    self._is_looking = False
+                    self._is_running = False
                     return
             del watched, occupied  # nobody is kept for being looked at
 
     def _is_occupied(self, watched: Watched, now: float) -> bool:
         try:
-            return watched.look(now)
+            return watched.check(now)
         except Exception:  # the others must go on being looked at
             log.exception("looking at what reads failed")
             return False
@@ -90,9 +90,9 @@ def watch(watched: Watched) -> bool:
     return _watchdog.watch(watched)
 
 
-def be_alert() -> None:
+def check_often() -> None:
     """Something had to be done about it: that may soon be so again."""
-    _watchdog.be_alert()
+    _watchdog.check_often()
 
 
 def _after_fork() -> None:

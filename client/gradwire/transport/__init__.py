@@ -21,7 +21,7 @@ from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.in_process import InProcessLink
 from gradwire.transport.local_streams import LocalStreams
 from gradwire.transport.memory_budget import MemoryBudget
-from gradwire.transport.same_host import LocalListener, confirm
+from gradwire.transport.same_host import LocalListener, accept_handshake
 from gradwire.transport.session import Session
 from gradwire.transport.streams import StreamPair, Streams
 
@@ -46,7 +46,7 @@ __all__ = [
     "StreamPair",
     "Streams",
     "Traffic",
-    "confirm",
+    "accept_handshake",
     "faults",
     "frames",
 ]

@@ -183,10 +183,10 @@ class ResponseFuture(Future[Any]):
             if self._awaited is None:
                 self._awaited = threading.Condition(self._guard)
         if is_first:
-            self._is_awaited()
+            self._on_awaited()
         return self._awaited
 
-    def _is_awaited(self) -> None:
+    def _on_awaited(self) -> None:
         """Somebody waits for it who may not read it themselves."""
 
     # `Future` takes its lock for these, which a state that only ever goes one way does not need.
@@ -230,7 +230,7 @@ class ResponseFuture(Future[Any]):
             super().add_done_callback(fn)
             return
         self.when_settled(partial(call_elsewhere, partial(fn, self)))
-        self._is_awaited()
+        self._on_awaited()
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Calls back when there is an outcome, on the thread that brings it: it must not block."""
@@ -298,11 +298,11 @@ class ServerCall(ABC):
         with self._cancel_lock:
             if not self._cancelled:
                 self._when_cancelled[token] = callback
-                return lambda: self._take_back(token)
+                return lambda: self._remove_callback(token)
         callback()
         return lambda: None
 
-    def _take_back(self, token: object) -> None:
+    def _remove_callback(self, token: object) -> None:
         with self._cancel_lock:
             self._when_cancelled.pop(token, None)
 
@@ -316,11 +316,11 @@ class ServerCall(ABC):
     def begin(self) -> None:  # noqa: B027 - not all have something to do then
         """Work on it begins: what came with it no longer counts as waiting."""
 
-    def may_run_here(self) -> bool:
+    def may_run_inline(self) -> bool:
         """For whoever takes the question: whether the thread that brings it may be used to answer it."""
         return False
 
-    def step_aside(self) -> None:  # noqa: B027
+    def about_to_block(self) -> None:  # noqa: B027
         """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
 
     @abstractmethod
@@ -349,7 +349,7 @@ class Link(ABC):
     unless they are many."""
     limits: Limits = Limits()
     """On what is decoded here of messages from the other end."""
-    was_waited_for: bool = False
+    ended_by_timeout: bool = False
     """Whether it ended because the other end was out of reach for too long."""
     autograd_state: Any = None
     """What the layer above keeps for as long as the link lives."""
@@ -375,7 +375,7 @@ class Link(ABC):
         """For a thread that is about to wait for an answer: reads the link until it comes, if nobody does."""
 
     @abstractmethod
-    def expect(self, future: ResponseFuture) -> None:
+    def read_in_background(self, future: ResponseFuture) -> None:
         """For those who wait for an answer in another way: has the link read until it comes."""
 
     @abstractmethod

@@ -64,7 +64,7 @@ class Buffers:
     def idle_bytes(self) -> int:
         """How much is kept for later."""
         with self._lock:
-            self._take_in()
+            self._collect_returned()
             return sum(len(memory) for _, memory in self._free)
 
     def new(self, size: int) -> Buffer:
@@ -73,8 +73,8 @@ class Buffers:
         Raises MemoryError or ValueError if there is none.
         """
         arriving = self.arriving(size)
-        arriving.expect(size)
-        return arriving.whole()
+        arriving.reserve(size)
+        return arriving.finish()
 
     def arriving(self, total: int) -> Arriving:
         """Memory for so many bytes that are still to come. Raises as `new` does."""
@@ -82,22 +82,22 @@ class Buffers:
             return Arriving(total)
         # Powers of two, so that tensors of about the same size can use the same memory. What was never
         # written to takes none.
-        room = 1 << (total - 1).bit_length()
-        memory = self._take_free(room)
+        capacity = 1 << (total - 1).bit_length()
+        memory = self._take_free(capacity)
         if memory is not None:
-            return Arriving(total, memory, self._give_back, advised=room)
+            return Arriving(total, memory, self._give_back, advised=capacity)
         try:
-            memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise MemoryError(f"{room} bytes") from error
-        _advise(memory, "MADV_NOHUGEPAGE", 0, room)
-        return Arriving(total, memory, self._give_back if room <= self._kept_bytes else None)
+            raise MemoryError(f"{capacity} bytes") from error
+        _advise(memory, "MADV_NOHUGEPAGE", 0, capacity)
+        return Arriving(total, memory, self._give_back if capacity <= self._kept_bytes else None)
 
-    def _take_free(self, room: int) -> mmap.mmap | None:
+    def _take_free(self, capacity: int) -> mmap.mmap | None:
         with self._lock:
-            self._take_in()
+            self._collect_returned()
             for index in reversed(range(len(self._free))):
-                if len(self._free[index][1]) == room:
+                if len(self._free[index][1]) == capacity:
                     return self._free.pop(index)[1]
         return None
 
@@ -114,7 +114,7 @@ class Buffers:
             self._trimmed_at = now + pause
             call_later(pause, self._trim)
 
-    def _take_in(self) -> None:
+    def _collect_returned(self) -> None:
         """With the lock held."""
         while self._returned:
             self._free.append(self._returned.popleft())
@@ -126,7 +126,7 @@ class Buffers:
         """Lets go of what is too much, and of what was idle for long."""
         now = time.monotonic()
         with self._lock:
-            self._take_in()
+            self._collect_returned()
             self._free = [entry for entry in self._free if entry[0] > now - self._idle_seconds]
             is_left = bool(self._free)
         if is_left:
@@ -157,7 +157,7 @@ class Arriving:
         if memory is not None:
             self._hold, self._buffer = view(memory, total)
 
-    def expect(self, end: int) -> None:
+    def reserve(self, end: int) -> None:
         """The bytes up to there are about to be written."""
         if self._memory is None:
             if end > len(self._buffer):
@@ -167,17 +167,17 @@ class Arriving:
                 self._buffer = grown
         elif 2 * end > self._advised and 2 * end >= _HUGE_BYTES:
             # Twice of what has come, so that it is seldom that the system is asked.
-            room = min(-(-2 * end // _HUGE_BYTES) * _HUGE_BYTES, len(self._memory))
-            if room > self._advised:
-                _advise(self._memory, "MADV_HUGEPAGE", self._advised, room - self._advised)
-                self._advised = room
+            capacity = min(-(-2 * end // _HUGE_BYTES) * _HUGE_BYTES, len(self._memory))
+            if capacity > self._advised:
+                _advise(self._memory, "MADV_HUGEPAGE", self._advised, capacity - self._advised)
+                self._advised = capacity
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         end = offset + len(data)
-        self.expect(end)
+        self.reserve(end)
         self._buffer[offset:end] = np.frombuffer(data, dtype=np.uint8)
 
-    def whole(self) -> Buffer:
+    def finish(self) -> Buffer:
         """The memory, when all of it has come. Once: from now on it is kept for later when it is unused. What
         was given up before goes back to the system."""
         if self._memory is not None and self._give_back is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InboundCall", "OutboundCall"]
 
-Answer = tuple[bytes | link_pb2.Error, Sequence[Sendable]]
+Response = tuple[bytes | link_pb2.Error, Sequence[Sendable]]
 
 
 class OutboundCall:
@@ -92,14 +92,14 @@ class InboundCall(ServerCall):
         left = request.timeout_seconds
         self.deadline = time.monotonic() + left if left > 0 else None
         self.link = session
-        self.answer: Answer | None = None
+        self.response: Response | None = None
         self._session = session
 
-    def may_run_here(self) -> bool:
-        return self._streams.may_run_here()
+    def may_run_inline(self) -> bool:
+        return self._streams.may_run_inline()
 
-    def step_aside(self) -> None:
-        self._streams.step_aside()
+    def about_to_block(self) -> None:
+        self._streams.about_to_block()
 
     def begin(self) -> None:
         self._session.quota.give_back(self.id)
@@ -110,24 +110,24 @@ class InboundCall(ServerCall):
         except ResourceExhausted as error:
             self.fail(faults.describe(error, self._session.local.name))
             return False
-        return self._answer(body, attachments)
+        return self._respond(body, attachments)
 
     def fail(self, error: link_pb2.Error) -> None:
-        self._answer(error, ())
+        self._respond(error, ())
 
-    def _answer(self, outcome: bytes | link_pb2.Error, attachments: Sequence[Sendable]) -> bool:
+    def _respond(self, outcome: bytes | link_pb2.Error, attachments: Sequence[Sendable]) -> bool:
         with self._session._lock:
-            is_sent = self.answer is None
-            if self.answer is None:
+            is_sent = self.response is None
+            if self.response is None:
                 if self._cancelled and attachments:
                     # Nobody waits for it, so nobody has to carry it.
                     is_sent = False
                     error = Cancelled("the call was cancelled")
                     outcome, attachments = faults.describe(error, self._session.local.name), ()
-                self.answer = (outcome, attachments)
+                self.response = (outcome, attachments)
                 self.begin()  # if it has not: it was refused, or cancelled
                 self.request = Payload(b"")  # its memory is not needed for answering again
                 self._when_cancelled.clear()
-                self._session._send_answer(self)
-        self._session._flush_answer()
+                self._session._put_response(self)
+        self._session._flush_response()
         return is_sent

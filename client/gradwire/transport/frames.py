@@ -28,7 +28,7 @@ __all__ = [
     "parse",
     "parse_chunk",
     "placed",
-    "question",
+    "request_frame",
     "returned",
     "segment",
 ]
@@ -61,7 +61,7 @@ class RequestFrame(NamedTuple):
     timeout_seconds: float
 
 
-def question(message: link_pb2.Request) -> RequestFrame:
+def request_frame(message: link_pb2.Request) -> RequestFrame:
     return RequestFrame(
         message.id, message.method, message.body, message.transfers[:], message.timeout_seconds
     )

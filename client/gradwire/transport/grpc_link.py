@@ -35,7 +35,7 @@ from gradwire.transport import faults, frames
 from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
 from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
 from gradwire.transport.local_streams import LocalStreams
-from gradwire.transport.same_host import meet
+from gradwire.transport.same_host import client_handshake
 from gradwire.transport.session import Session
 from gradwire.transport.streams import StreamPair, Streams
 
@@ -48,8 +48,8 @@ PROTOCOL = 1
 
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
 _HANDSHAKE_SECONDS = 5.0
-_FAREWELL_SECONDS = 2.0
-_TAKING_IN_SECONDS = 0.5
+_GOODBYE_SECONDS = 2.0
+_DRAIN_SECONDS = 0.5
 
 
 class _Broken(Exception):
@@ -63,53 +63,55 @@ class GrpcLink(Session):
         super().__init__(local, PeerIdentity(0, target, ""), handler, settings)
         self.target = target
         self._session = new_id()
-        self._patience = settings.connect_timeout
-        self._tries_again = settings.wait_for_ready
+        self._connect_timeout = settings.connect_timeout
+        self._wait_for_ready = settings.wait_for_ready
         """To connect, for so long."""
-        self._welcomed = False
+        self._was_welcomed = False
         self._calls: tuple[Any, ...] = ()
         """The streams that are open or being opened."""
-        self._carried = False
+        self._is_attached = False
         """Whether they carry the session yet."""
-        self._broke = ""
+        self._break_reason = ""
         """Why the first stream that broke did, once one has."""
         self._connected = threading.Event()
         self._ending = threading.Event()
-        self._farewell: Timer | None = None
-        self._keeper = threading.Thread(target=self._keep, name=f"gradwire-link-{target}", daemon=True)
+        self._goodbye_timer: Timer | None = None
+        self._supervisor = threading.Thread(
+            target=self._supervise, name=f"gradwire-link-{target}", daemon=True
+        )
 
     def connect(
         self,
         time_left: float | None = None,
         *,
-        patience: float | None = None,
-        tries_again: bool | None = None,
+        connect_timeout: float | None = None,
+        wait_for_ready: bool | None = None,
     ) -> None:
         """Returns when the other end has answered; raises ConnectFailed if it does not in time.
 
         `time_left` is what the surroundings allow: DeadlineExceeded if that is less. `patience` and
         `tries_again` take the place of what the settings say of `connect_timeout` and `wait_for_ready`.
         """
-        if patience is not None:
-            self._patience = patience
-        if tries_again is not None:
-            self._tries_again = tries_again
+        if connect_timeout is not None:
+            self._connect_timeout = connect_timeout
+        if wait_for_ready is not None:
+            self._wait_for_ready = wait_for_ready
         self.when_ended(self._on_end)
-        self._keeper.start()
-        patience = self._patience + _HANDSHAKE_SECONDS
-        if time_left is not None and time_left < patience:
+        self._supervisor.start()
+        connect_timeout = self._connect_timeout + _HANDSHAKE_SECONDS
+        if time_left is not None and time_left < connect_timeout:
             if not self._connected.wait(time_left):
                 error = f"no time left to wait for {self.target} to answer"
                 self.abort(DeadlineExceeded(error, worker=self.target))
-        elif not self._connected.wait(patience):
-            self.abort(self._lost("connecting got stuck"))
+        elif not self._connected.wait(connect_timeout):
+            self.abort(self._unreachable_error("connecting got stuck"))
         if self._ended is not None:
-            self._join_keeper()
+            self._join_supervisor()
             raise self._ended.again()
 
     def close(self, *, leaving: bool = False) -> None:
         super().close(leaving=leaving)
-        self._join_keeper()
+        self._join_supervisor()
 
     def abort(self, error: GradwireError) -> None:
         super().abort(error)
@@ -118,9 +120,9 @@ class GrpcLink(Session):
     def _on_end(self, _: object) -> None:
         self._ending.set()
         self._connected.set()
-        if self._carried:
+        if self._is_attached:
             # The goodbye has this long to leave; a peer that does not read must not keep the threads.
-            self._farewell = call_later(_FAREWELL_SECONDS, self._cut)
+            self._goodbye_timer = call_later(_GOODBYE_SECONDS, self._cut)
         else:
             self._cut()
 
@@ -128,32 +130,32 @@ class GrpcLink(Session):
         for call in self._calls:
             call.cancel()
 
-    def _join_keeper(self) -> None:
-        if self._keeper.is_alive() and threading.current_thread() is not self._keeper:
-            self._keeper.join(2 * _FAREWELL_SECONDS)
+    def _join_supervisor(self) -> None:
+        if self._supervisor.is_alive() and threading.current_thread() is not self._supervisor:
+            self._supervisor.join(2 * _GOODBYE_SECONDS)
 
     # -- the keeper's thread
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         try:
             with self._channel("control") as control, self._channel("bulk") as bulk:
-                self._keep_over(control, bulk)
+                self._reconnect_until_ended(control, bulk)
         except Exception as error:
             log.exception("the link to %s failed", self.peer)
             self.abort(InternalError(f"the link to {self.peer} failed: {error!r}"))
         finally:
-            if self._farewell is not None:
-                self._farewell.cancel()
+            if self._goodbye_timer is not None:
+                self._goodbye_timer.cancel()
 
-    def _keep_over(self, control: grpc.Channel, bulk: grpc.Channel) -> None:
-        give_up_at = time.monotonic() + self._patience
+    def _reconnect_until_ended(self, control: grpc.Channel, bulk: grpc.Channel) -> None:
+        give_up_at = time.monotonic() + self._connect_timeout
         backoff, attempt = _FIRST_BACKOFF, 0
         while self._ended is None:
             attempt += 1
             streams = StreamPair(self.settings, self.quota)
             reason = ""
             try:
-                self._carry(control, bulk, streams, attempt, give_up_at)
+                self._run_session(control, bulk, streams, attempt, give_up_at)
             except _Broken as broken:
                 reason = str(broken)
             except GradwireError as error:
@@ -167,10 +169,10 @@ class GrpcLink(Session):
                 if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC says so in words only
                     give_up_at -= silence_before_cut(self.settings)
                 backoff = _FIRST_BACKOFF
-            impatient = not self._welcomed and not self._tries_again
-            if self._ended is None and (impatient or time.monotonic() >= give_up_at):
-                self.was_waited_for = self._welcomed
-                self.abort(self._lost(reason))
+            is_only_try = not self._was_welcomed and not self._wait_for_ready
+            if self._ended is None and (is_only_try or time.monotonic() >= give_up_at):
+                self.ended_by_timeout = self._was_welcomed
+                self.abort(self._unreachable_error(reason))
             # Full jitter: many clients of one worker must not come back all at once.
             left = max(give_up_at - time.monotonic(), 0.0)
             self._ending.wait(min(between(0, backoff), left))
@@ -184,72 +186,72 @@ class GrpcLink(Session):
         finally:
             channel.close()
 
-    def _carry(
+    def _run_session(
         self, control: grpc.Channel, bulk: grpc.Channel, streams: StreamPair, attempt: int, give_up_at: float
     ) -> None:
         """Opens the streams and reads until they end."""
-        handshake = 0.0
+        handshake_seconds = 0.0
         try:
-            with self._cut_if_silent(give_up_at) as handshake:
+            with self._cut_if_silent(give_up_at) as handshake_seconds:
                 control_call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
                 offer = self._welcome(_first_frame(control_call))
             connection = None
             if offer is not None and self.settings.same_host:
                 # Half of the time that is left: if nobody answers there, the rest is for the network.
-                connection = meet(offer, self.target, (give_up_at - time.monotonic()) / 2)
+                connection = client_handshake(offer, self.target, (give_up_at - time.monotonic()) / 2)
             if connection is None:
-                with self._cut_if_silent(give_up_at) as handshake:
+                with self._cut_if_silent(give_up_at) as handshake_seconds:
                     bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
                     if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
                         raise _Broken("the stream for bulk data was refused")
         except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._welcomed:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._was_welcomed:
                 raise ConnectFailed(
                     f"a gRPC server answers at {self.target}, but it is no gradwire worker",
                     worker=self.target,
                 ) from error
-            raise _Broken(_explain(error, handshake)) from error
+            raise _Broken(_explain(error, handshake_seconds)) from error
         if connection is None:
-            self._carry_over_network(control_call, bulk_call, streams, handshake)
+            self._run_over_streams(control_call, bulk_call, streams, handshake_seconds)
         else:
-            self._carry_locally(control_call, connection, streams)
+            self._run_over_socket(control_call, connection, streams)
 
     @contextmanager
     def _cut_if_silent(self, give_up_at: float) -> Iterator[float]:
         """Gives a stream so many seconds to answer."""
-        handshake = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
-        timer = call_later(handshake, self._cut)
+        handshake_seconds = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
+        timer = call_later(handshake_seconds, self._cut)
         try:
-            yield handshake
+            yield handshake_seconds
         finally:
             timer.cancel()
 
-    def _carry_locally(self, control_call: Any, connection: socket.socket, beneath: Streams) -> None:
-        local = LocalStreams(self.settings, self.quota, connection, beneath)
+    def _run_over_socket(self, control_call: Any, connection: socket.socket, parent: Streams) -> None:
+        local = LocalStreams(self.settings, self.quota, connection, parent)
         # What is wrong with the worker shows there: it is pinged, and a worker that stopped does not answer.
         if not control_call.add_callback(partial(local.close, discard=True)):
             local.close(discard=True)
         self.attach(local)
-        self._carried = True
+        self._is_attached = True
         self._connected.set()
         try:
-            local.carry(self)
+            local.run(self)
         except OSError as error:
             raise _Broken(f"the local socket cannot be read: {error}") from error
         finally:
-            self._carried = False
+            self._is_attached = False
         if self._ended is None:
             closed = "the worker closed the socket"
             raise _Broken(closed if control_call.is_active() else _explain(control_call, 0.0))
 
-    def _carry_over_network(
-        self, control_call: Any, bulk_call: Any, streams: Streams, handshake: float
+    def _run_over_streams(
+        self, control_call: Any, bulk_call: Any, streams: Streams, handshake_seconds: float
     ) -> None:
-        self._broke = ""
+        self._break_reason = ""
         over = threading.Event()
         readers = []
         self.attach(streams)
-        self._carried = True
+        self._is_attached = True
         for role, call in (("control", control_call), ("bulk", bulk_call)):
             name = f"gradwire-{role}-{self.target}"
             reader = threading.Thread(target=self._read, args=(call, streams), name=name, daemon=True)
@@ -261,13 +263,13 @@ class GrpcLink(Session):
         try:
             over.wait()  # gRPC calls back whatever way a stream ends
             # What came before its end may be a goodbye. Unless its reader is stuck, it is taken in at once.
-            next(reader for call, reader in readers if not call.is_active()).join(_TAKING_IN_SECONDS)
+            next(reader for call, reader in readers if not call.is_active()).join(_DRAIN_SECONDS)
         finally:
-            self._carried = False
+            self._is_attached = False
             self._cut()
             streams.close(discard=True)
         if self._ended is None:
-            raise _Broken(self._broke or _explain(control_call, handshake))
+            raise _Broken(self._break_reason or _explain(control_call, handshake_seconds))
 
     def _open(
         self, channel: grpc.Channel, role: link_pb2.Hello.Role, streams: StreamPair, attempt: int
@@ -280,7 +282,7 @@ class GrpcLink(Session):
             session=self._session,
             role=role,
             attempt=attempt,
-            resume=self._welcomed,
+            resume=self._was_welcomed,
             max_message_bytes=self.settings.max_message_bytes,
             max_bytes_in_flight=self.settings.max_bytes_in_flight,
             same_host=self.settings.same_host,
@@ -313,16 +315,16 @@ class GrpcLink(Session):
                 worker=self.target,
             )
         peer = PeerIdentity(welcome.peer, welcome.name, self.target)
-        if self._welcomed and (welcome.peer != self.peer.id or not welcome.resumed):
+        if self._was_welcomed and (welcome.peer != self.peer.id or not welcome.resumed):
             happened = "was restarted" if welcome.peer != self.peer.id else "has dropped this client's lease"
             raise WorkerLost(
                 f"{self.peer} {happened}: what it held for this process is gone", worker=str(self.peer)
             )
         self.peer = peer
         self.peer_max_message_bytes = welcome.max_message_bytes
-        self.peer_takes_in_flight(welcome.max_bytes_in_flight)
+        self.limit_bytes_in_flight(welcome.max_bytes_in_flight)
         self.peer_codecs = frozenset(welcome.codecs)
-        self._welcomed = True
+        self._was_welcomed = True
         return welcome.same_host if welcome.HasField("same_host") else None
 
     def _read(self, call: Any, streams: Streams) -> None:
@@ -335,14 +337,14 @@ class GrpcLink(Session):
             reason = _explain(error, 0.0)
         # One stream without the other is of no use: the keeper starts anew.
         if self._ended is None and not streams.control.closed:
-            self._broke = self._broke or reason
+            self._break_reason = self._break_reason or reason
             self._cut()
 
-    def _lost(self, reason: str) -> GradwireError:
-        if not self._welcomed:
+    def _unreachable_error(self, reason: str) -> GradwireError:
+        if not self._was_welcomed:
             return ConnectFailed(
                 f"no gradwire worker answered at {self.target}"
-                + (f" within {self._patience:g} s" if self._tries_again else "")
+                + (f" within {self._connect_timeout:g} s" if self._wait_for_ready else "")
                 + f": {reason}",
                 worker=self.target,
             )
@@ -362,8 +364,8 @@ def _first_frame(call: Any) -> link_pb2.Frame:
     return received[0]
 
 
-def _explain(error: grpc.RpcError, handshake: float) -> str:
+def _explain(error: grpc.RpcError, handshake_seconds: float) -> str:
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.CANCELLED:
-        return f"there was no answer for {handshake:.1f} s"
+        return f"there was no answer for {handshake_seconds:.1f} s"
     return f"{code.name}: {details}"

@@ -36,7 +36,7 @@ class InProcessLink(Session):
             ends[here].peer_codecs = frozenset(settings.codecs)
             ends[here].attach(streams[here])
             thread = threading.Thread(
-                target=_carry,
+                target=_deliver,
                 args=(ends[there], outboxes[here], streams[there]),
                 name=f"gradwire-link-{ends[here].local.name}-{ends[there].local.name}",
                 daemon=True,
@@ -45,8 +45,8 @@ class InProcessLink(Session):
         return ends
 
 
-def _carry(there: InProcessLink, sent: Outbox, received: Streams) -> None:
+def _deliver(there: InProcessLink, outbox: Outbox, streams: Streams) -> None:
     # Ends when the sending end closes its outbox, which both close() and abort() do.
-    for data in sent:
-        there.receive_or_refuse(data, received)
+    for data in outbox:
+        there.receive_or_refuse(data, streams)
     there.abort(WorkerLost(f"{there.peer} has gone without a word", worker=str(there.peer)))

@@ -27,7 +27,7 @@ log = logging.getLogger("gradwire.link")
 _COPIED_BYTES = 4 << 20
 """How much of an attachment is copied at a turn. What is no larger is copied by the thread that sends it: to
 wake another takes longer."""
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 """As a plain number: what is computed with the members of an enum takes longer than a system call."""
 _FINISH_SECONDS = 5.0
@@ -36,9 +36,9 @@ _FINISH_SECONDS = 5.0
 class LocalOutbox:
     """Takes the place of an `Outbox`."""
 
-    def __init__(self, connection: socket.socket, lent: SegmentPool) -> None:
+    def __init__(self, connection: socket.socket, segment_pool: SegmentPool) -> None:
         self._connection = connection
-        self.lent = lent
+        self.segment_pool = segment_pool
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._frames: deque[tuple[bytes, Segment | None]] = deque()
@@ -233,7 +233,7 @@ class LocalOutbox:
     def _run(self) -> None:
         try:
             while not self._closed or self._writing:
-                self._attend()
+                self._wait_for_work()
                 self.flush()
                 if self._full:
                     self._wait_until_writable()
@@ -244,19 +244,19 @@ class LocalOutbox:
             log.exception("copying to shared memory failed")
             self.close(discard=True)
         finally:
-            self.lent.close()
+            self.segment_pool.close()
 
-    def _attend(self) -> None:
+    def _wait_for_work(self) -> None:
         """Waits for a notice, unless there is work. If there is none, sees to what nobody has done."""
         try:
             if self._full or (self._transfers and not self._is_copied_elsewhere()):
                 self._notices.get_nowait()
             else:
-                self._notices.get(timeout=_LOOK_SECONDS)
+                self._notices.get(timeout=_CHECK_SECONDS)
         except Empty:
             # Should whoever was to copy them have been interrupted.
             self._left_to_flush = self._left_bytes = 0
-            idle = self.lent.trim()
+            idle = self.segment_pool.trim()
             if idle:
                 self.put(frames.dropped(idle))
         with self._lock:
@@ -300,7 +300,7 @@ class LocalOutbox:
             transfer = self._transfers.take()
         segment = self._filling.get(transfer)
         if segment is None and not transfer.offset:
-            segment = self.lent.take(len(transfer.source.view))
+            segment = self.segment_pool.take(len(transfer.source.view))
         if segment is None:
             chunk, done = transfer.next_chunk()
             with self._lock:
@@ -319,7 +319,7 @@ class LocalOutbox:
                     return
                 self._filling.pop(transfer, None)
                 if written is None or transfer.dropped:
-                    self.lent.give_back([segment.id])
+                    self.segment_pool.give_back([segment.id])
                     return
                 if segment.descriptor is not None:
                     self._frames.append((frames.segment(segment.id, segment.size), segment))
@@ -330,4 +330,4 @@ class LocalOutbox:
         for transfer in self._transfers.drop(owner):
             segment = self._filling.pop(transfer, None)
             if segment is not None:
-                self.lent.give_back([segment.id])
+                self.segment_pool.give_back([segment.id])

@@ -55,15 +55,15 @@ class LocalReader(LeaderFollowers):
         super().__init__()
         self._source = source
         self._receive = receive
-        self._is_callers_turn = False
-        self._free_since = 0.0
-        self._asked_at = self._read_own_at = -math.inf
-        self._expecting: dict[ResponseFuture, None] = {}
+        self._is_caller_reading = False
+        self._unread_since = 0.0
+        self._last_request_at = self._last_caller_read_at = -math.inf
+        self._awaited_futures: dict[ResponseFuture, None] = {}
         """Answers that threads wait for who could not read themselves. Each is taken out when it has come,
         without the lock: people's destructors, which may do anything, run at any moment."""
         self._error: GradwireError | None = None
         """Why it ended, if what came broke the protocol."""
-        self._over = threading.Condition(self._lock)
+        self._is_over = threading.Condition(self._lock)
         """For `run`: whether it has ended, and nobody reads any more."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrival = select.poll()
@@ -81,32 +81,34 @@ class LocalReader(LeaderFollowers):
         Raises if what came broke the protocol.
         """
         with self._lock:
-            while not self._ended or self._is_callers_turn:
-                if not self._ended and self._turn is None and not self._ready:
-                    self._go_on()
-                self._over.wait(_LIVENESS_SECONDS)
+            while not self._ended or self._is_caller_reading:
+                if not self._ended and self._leader is None and not self._followers:
+                    self._promote_follower()
+                self._is_over.wait(_LIVENESS_SECONDS)
             os.close(self._wake)
             self._wake = -1
         if self._error is not None:
             raise self._error
 
-    def asked(self) -> None:
+    def note_request_sent(self) -> None:
         """Something was just asked over the connection."""
-        self._asked_at = time.monotonic()
+        self._last_request_at = time.monotonic()
 
-    def _is_free(self) -> bool:
-        if self._turn is not None:
+    def _may_lead(self) -> bool:
+        if self._leader is not None:
             return False
-        if self._expecting:
+        if self._awaited_futures:
             return True
-        idle = time.monotonic() - self._free_since
-        return idle >= _PATIENCE_SECONDS or (idle >= _GRACE_SECONDS and not self._is_in_the_way())
+        idle = time.monotonic() - self._unread_since
+        return idle >= _PATIENCE_SECONDS or (idle >= _GRACE_SECONDS and not self._would_compete_with_caller())
 
-    def _is_in_the_way(self) -> bool:
+    def _would_compete_with_caller(self) -> bool:
         now = time.monotonic()
-        return now - self._asked_at < _PAUSE_SECONDS and now - self._read_own_at < _RECENT_SECONDS
+        return (
+            now - self._last_request_at < _PAUSE_SECONDS and now - self._last_caller_read_at < _RECENT_SECONDS
+        )
 
-    def _read_on(self, me: object) -> None:
+    def _lead(self, me: object) -> None:
         while True:
             try:
                 if not self._source.has_more:
@@ -120,15 +122,15 @@ class LocalReader(LeaderFollowers):
                 return
             if frame is None:
                 continue
-            was_expecting = bool(self._expecting)
+            was_awaited = bool(self._awaited_futures)
             self._receive(frame)
             with self._lock:
-                if not self._is_dealt_with(me):
+                if not self._finish_frame(me):
                     return
                 # Those who had to wait are likely to ask again soon, and can read the answer themselves then.
-                is_last = was_expecting or (self._is_in_the_way() and not self._source.has_more)
-                if is_last and not self._expecting:
-                    self._turn, self._free_since = None, time.monotonic()
+                is_last = was_awaited or (self._would_compete_with_caller() and not self._source.has_more)
+                if is_last and not self._awaited_futures:
+                    self._leader, self._unread_since = None, time.monotonic()
                     break
         watch(self)
 
@@ -136,22 +138,22 @@ class LocalReader(LeaderFollowers):
         with self._lock:
             self._ended = True
             self._error = error
-            self._turn = None
+            self._leader = None
             self._changed.notify_all()
-            self._over.notify_all()
+            self._is_over.notify_all()
 
-    def _relieve(self) -> None:
-        super()._relieve()
-        self._free_since = 0.0
+    def _revoke(self) -> None:
+        super()._revoke()
+        self._unread_since = 0.0
 
-    def look(self, now: float) -> bool:
-        return not self._is_callers_turn and super().look(now)
+    def check(self, now: float) -> bool:
+        return not self._is_caller_reading and super().check(now)
 
-    def _is_missed(self) -> bool:
+    def _has_pending_work(self) -> bool:
         return self._source.has_more or bool(self._glance.poll(0))
 
-    def may_run_here(self) -> bool:
-        return not self._is_callers_turn and super().may_run_here()
+    def may_run_inline(self) -> bool:
+        return not self._is_caller_reading and super().may_run_inline()
 
     # -- reading for oneself
 
@@ -164,44 +166,44 @@ class LocalReader(LeaderFollowers):
                 with self._lock:
                     if self._ended:
                         return
-                    is_own = self._turn is None
-                    if is_own:
-                        self._turn, self._is_callers_turn = future, True
-                if is_own:
-                    self._read_own(future)
+                    is_leader = self._leader is None
+                    if is_leader:
+                        self._leader, self._is_caller_reading = future, True
+                if is_leader:
+                    self._read_as_caller(future)
                 else:
-                    self._note_expected(future)
+                    self._note_awaited(future)
             finally:
-                self._hand_on(future)
+                self._stop_reading_as_caller(future)
         finally:
             # Once more: the user may interrupt at any moment, and that is one, too.
-            self._hand_on(future)
+            self._stop_reading_as_caller(future)
 
-    def _hand_on(self, future: ResponseFuture) -> None:
+    def _stop_reading_as_caller(self, future: ResponseFuture) -> None:
         """Ends the turn of the one who waits for an answer, if it has it. Can be done again at any point."""
-        if self._turn is not future:
+        if self._leader is not future:
             return
         with self._lock:
-            self._free_since = self._read_own_at = time.monotonic()
-            if self._ended or self._expecting:
+            self._unread_since = self._last_caller_read_at = time.monotonic()
+            if self._ended or self._awaited_futures:
                 self._changed.notify_all()
             if self._ended:
-                self._over.notify_all()
-            self._turn, self._is_callers_turn = None, False
+                self._is_over.notify_all()
+            self._leader, self._is_caller_reading = None, False
         watch(self)
 
-    def expect(self, future: ResponseFuture) -> None:
+    def read_in_background(self, future: ResponseFuture) -> None:
         """Has the connection read until there is an answer, by another thread than this."""
-        self._note_expected(future)
+        self._note_awaited(future)
         with self._lock:
-            self._go_on()
+            self._promote_follower()
 
-    def _note_expected(self, future: ResponseFuture) -> None:
-        if future not in self._expecting:
-            self._expecting[future] = None
-            future.when_settled(partial(self._expecting.pop, future, None))
+    def _note_awaited(self, future: ResponseFuture) -> None:
+        if future not in self._awaited_futures:
+            self._awaited_futures[future] = None
+            future.when_settled(partial(self._awaited_futures.pop, future, None))
 
-    def _read_own(self, future: ResponseFuture) -> None:
+    def _read_as_caller(self, future: ResponseFuture) -> None:
         reader = threading.get_ident()
 
         def wake() -> None:

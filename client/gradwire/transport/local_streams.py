@@ -28,7 +28,7 @@ __all__ = ["LocalStreams"]
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
 """In one read. The kernel drops what does not fit."""
-_HOW_TO_READ, _CUT_OFF = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT), int(socket.MSG_CTRUNC)
+_HOW_TO_READ, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT), int(socket.MSG_CTRUNC)
 """As plain numbers: what is computed with the members of an enum takes longer than a system call."""
 
 
@@ -38,21 +38,21 @@ class LocalStreams(Streams):
     inline_bytes = 128 * 1024
 
     def __init__(
-        self, settings: LinkSettings, quota: Quota, connection: socket.socket, beneath: Streams
+        self, settings: LinkSettings, quota: Quota, connection: socket.socket, parent: Streams
     ) -> None:
         self._connection = connection
         self._max_frame_bytes = settings.max_frame_bytes
         outbox = LocalOutbox(connection, SegmentPool(settings.max_shared_bytes))
-        super().__init__(settings, quota, outbox, outbox, beneath=beneath)
+        super().__init__(settings, quota, outbox, outbox, parent=parent)
         self._outbox = outbox
-        self._borrowed = MappedSegments(settings.max_message_bytes, outbox.return_segment)
+        self._mapped_segments = MappedSegments(settings.max_message_bytes, outbox.return_segment)
         self._descriptors: deque[int] = deque()
         self.has_more = False
         self._frames: Iterator[bytes | None] = self._read_until_end()
-        self._reading: LocalReader | None = None
+        self._local_reader: LocalReader | None = None
         self._event_loop: EventLoop | None = None
 
-    def carry(self, session: Session, event_loop: EventLoop | None = None) -> None:
+    def run(self, session: Session, event_loop: EventLoop | None = None) -> None:
         """Begins to write, and reads until either end closes. Raises if what came broke the protocol.
 
         With a `event_loop` that does the reading; else whoever waits for something does.
@@ -62,27 +62,27 @@ class LocalStreams(Streams):
         try:
             if event_loop is not None:
                 self._event_loop = event_loop
-                event_loop.attend(self, receive)
+                event_loop.serve(self, receive)
             else:
-                self._reading = LocalReader(self, receive)
-                self._reading.run()
+                self._local_reader = LocalReader(self, receive)
+                self._local_reader.run()
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         # Else these would keep one another, and what they have mapped, until the collector comes.
-        self._reading, self._event_loop, self._frames = None, None, iter(())
+        self._local_reader, self._event_loop, self._frames = None, None, iter(())
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
         self._outbox.finish()
         self._connection.close()
-        self._borrowed.drop_all()
+        self._mapped_segments.drop_all()
 
-    def asked(self) -> None:
-        reading = self._reading
-        if reading is not None:
-            reading.asked()
+    def note_request_sent(self) -> None:
+        local_reader = self._local_reader
+        if local_reader is not None:
+            local_reader.note_request_sent()
 
     def flush(self) -> None:
         self._outbox.flush()
@@ -91,29 +91,29 @@ class LocalStreams(Streams):
         """The same, by another thread."""
         self._outbox.flush_elsewhere()
 
-    def flush_answer(self) -> None:
+    def flush_response(self) -> None:
         event_loop = self._event_loop
         if event_loop is None or not event_loop.will_write(self):
             self._outbox.flush()
 
-    def may_run_here(self) -> bool:
-        readers = self._reading or self._event_loop
-        return not self.is_amid and readers is not None and readers.may_run_here()
+    def may_run_inline(self) -> bool:
+        readers = self._local_reader or self._event_loop
+        return not self.has_unhandled_frames and readers is not None and readers.may_run_inline()
 
-    def step_aside(self) -> None:
-        readers = self._reading or self._event_loop
+    def about_to_block(self) -> None:
+        readers = self._local_reader or self._event_loop
         if readers is not None:
-            readers.step_aside()
+            readers.about_to_block()
 
     def read_for(self, future: ResponseFuture) -> None:
-        reading = self._reading
-        if reading is not None:
-            reading.read_for(future)
+        local_reader = self._local_reader
+        if local_reader is not None:
+            local_reader.read_for(future)
 
-    def expect(self, future: ResponseFuture) -> None:
-        reading = self._reading
-        if reading is not None:
-            reading.expect(future)
+    def read_in_background(self, future: ResponseFuture) -> None:
+        local_reader = self._local_reader
+        if local_reader is not None:
+            local_reader.read_in_background(future)
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -126,16 +126,18 @@ class LocalStreams(Streams):
             placed = frame.placed
             if placed.segment:
                 self.received += placed.total
-                return self.inbound.place(placed.transfer, self._borrowed.use(placed.segment, placed.total))
-            self.inbound.begin(placed.transfer, placed.total)
+                return self.reassembler.place(
+                    placed.transfer, self._mapped_segments.use(placed.segment, placed.total)
+                )
+            self.reassembler.begin(placed.transfer, placed.total)
         elif kind == "returned":
-            self._outbox.lent.give_back(frame.returned.segments)
+            self._outbox.segment_pool.give_back(frame.returned.segments)
         elif kind == "segment":
             if not self._descriptors:
                 raise ProtocolError("a segment came without its descriptor")
-            self._borrowed.map(frame.segment.id, frame.segment.size, self._descriptors.popleft())
+            self._mapped_segments.map(frame.segment.id, frame.segment.size, self._descriptors.popleft())
         elif kind == "dropped":
-            self._borrowed.drop(frame.dropped.segments)
+            self._mapped_segments.drop(frame.dropped.segments)
         else:
             return super().take(frame, kind)
         return None
@@ -160,7 +162,7 @@ class LocalStreams(Streams):
                 continue
             if not data:
                 return
-            if ancillary or flags & _CUT_OFF:
+            if ancillary or flags & _TRUNCATED:
                 self._keep_descriptors(ancillary, flags)
             if not received and len(data) >= 4 and LENGTH.unpack_from(data)[0] == len(data) - 4:
                 self.has_more = False
@@ -179,7 +181,7 @@ class LocalStreams(Streams):
                     break
                 frame = bytes(memoryview(received)[at + 4 : end])
                 at = end
-                self.has_more = _is_whole(received, at)
+                self.has_more = _is_complete(received, at)
                 yield frame
             del received[:at]
             at = 0
@@ -205,11 +207,11 @@ class LocalStreams(Streams):
                 descriptors = array.array("i")
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 self._descriptors.extend(descriptors)
-        if flags & _CUT_OFF:
+        if flags & _TRUNCATED:
             raise MalformedMessage("more descriptors came than can be taken")
 
 
-def _is_whole(received: bytearray, at: int) -> bool:
+def _is_complete(received: bytearray, at: int) -> bool:
     """Whether a frame that begins there has come to its end."""
     have = len(received) - at
     return have >= 4 and have >= 4 + int(LENGTH.unpack_from(received, at)[0])

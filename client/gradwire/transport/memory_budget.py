@@ -13,7 +13,7 @@ from gradwire.errors import ResourceExhausted
 
 __all__ = ["MemoryBudget", "Quota"]
 
-_COME_AGAIN_SECONDS = 0.1
+_RETRY_AFTER_SECONDS = 0.1
 
 
 class MemoryBudget:
@@ -43,39 +43,39 @@ class MemoryBudget:
 class Quota:
     """What one link may use of a room."""
 
-    def __init__(self, max_bytes: int, room: MemoryBudget) -> None:
+    def __init__(self, max_bytes: int, budget: MemoryBudget) -> None:
         self.max_bytes = max_bytes
-        self._room = room
+        self._budget = budget
         self._lock = threading.Lock()
         self._taken: dict[int, int] = {}
         """By the question's id."""
 
-    def take(self, question: int, size: int) -> bool:
+    def take(self, request_id: int, size: int) -> bool:
         """Whether there is room for so much more of a question."""
         with self._lock:
-            already = self._taken.get(question, 0)
+            already = self._taken.get(request_id, 0)
             used = sum(self._taken.values())
             if used > already and used + size > self.max_bytes:
                 return False
-            if not self._room.take(size, already):
+            if not self._budget.take(size, already):
                 return False
-            self._taken[question] = already + size
+            self._taken[request_id] = already + size
             return True
 
-    def give_back(self, question: int) -> None:
+    def give_back(self, request_id: int) -> None:
         """It was answered, is being worked on, or will not come."""
-        if question not in self._taken:
+        if request_id not in self._taken:
             return  # as is nearly always so, and should cost nothing
         with self._lock:
-            self._room.give_back(self._taken.pop(question, 0))
+            self._budget.give_back(self._taken.pop(request_id, 0))
 
     def give_back_all(self) -> None:
         with self._lock:
-            self._room.give_back(sum(self._taken.values()))
+            self._budget.give_back(sum(self._taken.values()))
             self._taken.clear()
 
     def refusal(self) -> ResourceExhausted:
         error = ResourceExhausted("too many bytes of large requests are on their way, or wait here, already")
-        error.retry_after = _COME_AGAIN_SECONDS
+        error.retry_after = _RETRY_AFTER_SECONDS
         error.not_started = True
         return error

@@ -35,7 +35,7 @@ class _Transfer:
     buffer: Buffer | None = None
     """When all of it is there."""
     filled: int = 0
-    nameless: int = 0
+    orphan_bytes: int = 0
     """What counts of it as memory for no message."""
 
     @property
@@ -65,12 +65,14 @@ class Reassembler:
     MAX_BEGUN = 100_000
     """Transfers of which something has come."""
 
-    def __init__(self, max_bytes: int, quota: Quota | None = None, name_within: float | None = None) -> None:
+    def __init__(
+        self, max_bytes: int, quota: Quota | None = None, orphan_timeout: float | None = None
+    ) -> None:
         self._lock = threading.Lock()
-        self._named = threading.Condition(self._lock)
+        self._claimed = threading.Condition(self._lock)
         self._max_bytes = max_bytes
-        self._allowance = quota or Quota(1 << 62, MemoryBudget())
-        self._name_within = name_within
+        self._quota = quota or Quota(1 << 62, MemoryBudget())
+        self._orphan_timeout = orphan_timeout
         """How long to wait for the message of attachments that there is no room for without it. None: one
         stream carries both, and waiting would be in vain."""
         self._closed = False
@@ -83,7 +85,7 @@ class Reassembler:
         """Requests that were cancelled before they came."""
         self._unwanted: set[int] = set()
         """Transfers that nobody wants, before they have begun."""
-        self._nameless = 0
+        self._orphan_bytes = 0
         """Memory taken for attachments whose message has not come."""
 
     @property
@@ -98,12 +100,12 @@ class Reassembler:
             self._closed = True
             for is_response, id in self._waiting:
                 if not is_response:
-                    self._allowance.give_back(id)
+                    self._quota.give_back(id)
             self._transfers.clear()
             self._waiting.clear()
             self._wanted_by.clear()
-            self._nameless = 0
-            self._named.notify_all()
+            self._orphan_bytes = 0
+            self._claimed.notify_all()
 
     def chunk(self, chunk: Chunk) -> CompleteMessage | None:
         """Takes a piece of an attachment. Returns the message that it completes or overflows, if any."""
@@ -116,7 +118,7 @@ class Reassembler:
                 key = self._wanted_by.get(chunk.transfer)
                 if transfer is not None and key is not None and not self._take(key, transfer.total):
                     return self._refuse(key)
-            if transfer is None or not self._await_name(chunk):
+            if transfer is None or not self._await_message(chunk):
                 return None
             total, end = transfer.total, chunk.offset + len(chunk.data)
             if chunk.offset != transfer.filled or end > total or (chunk.offset == end and total):
@@ -137,11 +139,11 @@ class Reassembler:
                 return None  # it was dropped meanwhile
             if chunk.transfer not in self._wanted_by:
                 taken = -(-end // _PAGE_BYTES) * _PAGE_BYTES
-                self._nameless += taken - transfer.nameless
-                transfer.nameless = taken
+                self._orphan_bytes += taken - transfer.orphan_bytes
+                transfer.orphan_bytes = taken
             if end < total:
                 return None
-            transfer.buffer, transfer.arriving = transfer.arriving.whole(), None
+            transfer.buffer, transfer.arriving = transfer.arriving.finish(), None
             return self._completed(chunk.transfer)
 
     def begin(self, id: int, total: int) -> None:
@@ -182,25 +184,25 @@ class Reassembler:
                 return message, ()
             if key in self._waiting:
                 raise MalformedMessage(f"a second answer to request {key[1]}")
-            self._check_names(transfers)
+            self._check_transfers(transfers)
             missing = {
                 id for id in transfers if (known := self._transfers.get(id)) is None or not known.complete
             }
             self._waiting[key] = _Waiting(message, transfers, missing)
             self._wanted_by.update(dict.fromkeys(transfers, key))
-            self._named.notify_all()
+            self._claimed.notify_all()
             size = 0
             for id in transfers:
                 begun = self._transfers.get(id)
                 if begun is not None:
-                    self._nameless -= begun.nameless
-                    begun.nameless = 0
+                    self._orphan_bytes -= begun.orphan_bytes
+                    begun.orphan_bytes = 0
                     if begun.arriving is not None or begun.complete:
                         size += begun.total  # what is placed later counts then
             self._grow(key, size)
             if not self._take(key, size):
                 return self._refuse(key)
-            return self._if_whole(key)
+            return self._take_if_complete(key)
 
     def skip(self, key: Key, transfers: Sequence[int]) -> None:
         """Takes a message that nobody wants, and throws away its attachments when they come."""
@@ -216,9 +218,9 @@ class Reassembler:
             if waiting is not None:
                 self._forget(waiting.transfers, more_to_come=is_response)
                 if not is_response:
-                    self._allowance.give_back(id)
+                    self._quota.give_back(id)
             elif not is_response and id > self._last_request:
-                self._cancelled = self._expect(self._cancelled, id, self._last_request)
+                self._cancelled = self._remember_id(self._cancelled, id, self._last_request)
 
     # -- all with the lock held
 
@@ -271,35 +273,35 @@ class Reassembler:
         if key is None:
             return None
         self._waiting[key].missing.discard(id)
-        return self._if_whole(key)
+        return self._take_if_complete(key)
 
     def _take(self, key: Key, size: int) -> bool:
         """Whether there is room for more of a message. Answers were asked for, so there is."""
         is_response, id = key
-        return is_response or self._allowance.take(id, size)
+        return is_response or self._quota.take(id, size)
 
     def _refuse(self, key: Key) -> CompleteMessage:
         waiting = self._waiting.pop(key)
         self._forget(waiting.transfers, more_to_come=True)
-        self._allowance.give_back(key[1])
+        self._quota.give_back(key[1])
         return waiting.message, None
 
-    def _await_name(self, chunk: Chunk) -> bool:
+    def _await_message(self, chunk: Chunk) -> bool:
         """Where a piece is too much to keep for no message: waits for the one that it belongs to, which comes
         on another stream. False if nobody wants the piece."""
-        if chunk.transfer in self._wanted_by or self._name_within is None:
+        if chunk.transfer in self._wanted_by or self._orphan_timeout is None:
             return True
-        if self._nameless + len(chunk.data) <= max(self._allowance.max_bytes, _PAGE_BYTES):
+        if self._orphan_bytes + len(chunk.data) <= max(self._quota.max_bytes, _PAGE_BYTES):
             return True
 
         def is_known() -> bool:
             return self._closed or chunk.transfer in self._wanted_by or chunk.transfer not in self._transfers
 
-        if not self._named.wait_for(is_known, self._name_within):
+        if not self._claimed.wait_for(is_known, self._orphan_timeout):
             raise MalformedMessage(f"transfer {chunk.transfer} belongs to no message")
         return not self._closed and chunk.transfer in self._transfers
 
-    def _check_names(self, transfers: Sequence[int]) -> None:
+    def _check_transfers(self, transfers: Sequence[int]) -> None:
         check_dict_keys(transfers)  # the other end chose them
         if len(dict.fromkeys(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
             raise MalformedMessage("a transfer was named as an attachment twice")
@@ -319,7 +321,7 @@ class Reassembler:
             f"attachments of {size} bytes exceed the limit of {self._max_bytes} bytes for one message"
         )
 
-    def _if_whole(self, key: Key) -> CompleteMessage | None:
+    def _take_if_complete(self, key: Key) -> CompleteMessage | None:
         waiting = self._waiting[key]
         if waiting.missing:
             return None
@@ -333,12 +335,12 @@ class Reassembler:
             self._wanted_by.pop(id, None)
             dropped = self._transfers.pop(id, None)
             if dropped is not None:
-                self._nameless -= dropped.nameless
+                self._orphan_bytes -= dropped.orphan_bytes
             if more_to_come and id > self._last_begun:
-                self._unwanted = self._expect(self._unwanted, id, self._last_begun)
-        self._named.notify_all()
+                self._unwanted = self._remember_id(self._unwanted, id, self._last_begun)
+        self._claimed.notify_all()
 
-    def _expect(self, ids: set[int], id: int, past: int) -> set[int]:
+    def _remember_id(self, ids: set[int], id: int, past: int) -> set[int]:
         """Adds one to the ids that are still to come. Those up to `past` never will."""
         if len(ids) >= self.MAX_EXPECTED:
             ids = {later for later in ids if later > past}

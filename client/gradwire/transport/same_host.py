@@ -20,12 +20,12 @@ from urllib.parse import unquote
 from gradwire.proto.v1 import link_pb2
 from gradwire.transport.segments import are_supported
 
-__all__ = ["LocalListener", "confirm", "meet"]
+__all__ = ["LocalListener", "accept_handshake", "client_handshake"]
 
 log = logging.getLogger("gradwire.link")
 
 _TOKEN_BYTES = 32
-_MEETING_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
 """Before another try to accept, when one has failed."""
 _CREDENTIALS = struct.Struct("3i")
@@ -37,27 +37,27 @@ Address = tuple[str, int]
 class LocalListener:
     """Where a worker waits for clients of the same host."""
 
-    def __init__(self, on_met: Callable[[object, socket.socket], None]) -> None:
+    def __init__(self, on_handshake: Callable[[object, socket.socket], None]) -> None:
         """`on_met` is called on a thread of its own with what the offer was made for, and must `confirm`, or
         raise OSError: then the client goes over the network."""
-        self._on_met = on_met
+        self._on_handshake = on_handshake
         self._lock = threading.Lock()
-        self._expected: dict[bytes, object] = {}
+        self._offers: dict[bytes, object] = {}
         self._name = f"gradwire-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self._name}")
         self._listener.listen(128)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="gradwire-meeting-point", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="gradwire-local-listener", daemon=True)
         self._thread.start()
 
     @classmethod
-    def open(cls, on_met: Callable[[object, socket.socket], None]) -> LocalListener | None:
+    def open(cls, on_handshake: Callable[[object, socket.socket], None]) -> LocalListener | None:
         """None where the system has no such thing, or refuses it."""
         if not are_supported():
             return None
         try:
-            return cls(on_met)
+            return cls(on_handshake)
         except OSError as error:
             log.info("no shortcut for clients on this host: %s", error)
             return None
@@ -66,12 +66,12 @@ class LocalListener:
         """An invitation. `forget` must follow when it is no longer good."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         with self._lock:
-            self._expected[token] = purpose
+            self._offers[token] = purpose
         return link_pb2.SameHost(socket=self._name, token=token, seen_address=seen_address)
 
     def forget(self, offer: link_pb2.SameHost) -> None:
         with self._lock:
-            self._expected.pop(offer.token, None)
+            self._offers.pop(offer.token, None)
 
     def close(self) -> None:
         self._closed.set()
@@ -79,7 +79,7 @@ class LocalListener:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        self._thread.join(_MEETING_SECONDS)
+        self._thread.join(_HANDSHAKE_SECONDS)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -89,7 +89,7 @@ class LocalListener:
             try:
                 connection, _ = self._listener.accept()
                 threading.Thread(
-                    target=self._greet, args=(connection,), name="gradwire-local", daemon=True
+                    target=self._handshake, args=(connection,), name="gradwire-local", daemon=True
                 ).start()
                 is_failing = False
             except (OSError, RuntimeError) as error:
@@ -101,35 +101,37 @@ class LocalListener:
                 is_failing = True
                 self._closed.wait(_PAUSE_SECONDS)
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _handshake(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(_MEETING_SECONDS)
-            if not _is_ours(connection):
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            if not _is_same_user(connection):
                 raise PermissionError("a process of another user")
             purpose = self._redeem(_read(connection, _TOKEN_BYTES))
             connection.setblocking(False)
             if _has_hung_up(connection):
                 raise ConnectionResetError("the client has given up")
             connection.setblocking(True)
-            self._on_met(purpose, connection)
+            self._on_handshake(purpose, connection)
         except OSError as error:
             log.warning("refused a connection to the local socket: %s", error)
             connection.close()
 
     def _redeem(self, token: bytes) -> object:
         with self._lock:
-            for expected in self._expected:
+            for expected in self._offers:
                 if hmac.compare_digest(expected, token):
-                    return self._expected.pop(expected)
+                    return self._offers.pop(expected)
         raise PermissionError("an unknown token")
 
 
-def confirm(connection: socket.socket) -> None:
+def accept_handshake(connection: socket.socket) -> None:
     """Tells the client that it is expected. Whatever is meant for it goes this way from now on."""
     connection.sendall(_ACCEPTED)
 
 
-def meet(offer: link_pb2.SameHost, target: str, seconds: float = _MEETING_SECONDS) -> socket.socket | None:
+def client_handshake(
+    offer: link_pb2.SameHost, target: str, seconds: float = _HANDSHAKE_SECONDS
+) -> socket.socket | None:
     """Takes a worker's offer; None if that is not possible in time, or there is something in between."""
     if not are_supported() or not _is_direct(offer.seen_address, target):
         return None
@@ -137,9 +139,9 @@ def meet(offer: link_pb2.SameHost, target: str, seconds: float = _MEETING_SECOND
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Only the last step takes time, unless the worker is overrun.
-        connection.settimeout(min(max(seconds, 0.1), _MEETING_SECONDS))
+        connection.settimeout(min(max(seconds, 0.1), _HANDSHAKE_SECONDS))
         connection.connect(f"\0{offer.socket}")
-        if not _is_ours(connection):
+        if not _is_same_user(connection):
             raise PermissionError("a process of another user")
         connection.sendall(offer.token)
         _read(connection, len(_ACCEPTED))
@@ -170,7 +172,7 @@ def _has_hung_up(connection: socket.socket) -> bool:
         return False
 
 
-def _is_ours(connection: socket.socket) -> bool:
+def _is_same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end runs as the same user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)

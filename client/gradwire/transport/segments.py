@@ -108,24 +108,24 @@ class SegmentPool:
         """A segment with room for so many bytes; None if the limit is reached or the system has no more."""
         # Powers of two, so that tensors of about the same size can use the same ones. What is not written
         # to takes no memory.
-        room = max(1 << (size - 1).bit_length(), _SMALLEST_BYTES)
+        capacity = max(1 << (size - 1).bit_length(), _SMALLEST_BYTES)
         with self._lock:
-            fitting = [segment for segment in self._free if room <= segment.size <= 4 * room]
+            fitting = [segment for segment in self._free if capacity <= segment.size <= 4 * capacity]
             if fitting:
                 # The one that was used last is the likeliest to be in a cache.
                 segment = min(fitting, key=lambda segment: (segment.size, -segment.free_since))
                 self._free.remove(segment)
             else:
-                if self._closed or not _total.grow(room, self._max_bytes):
+                if self._closed or not _total.grow(capacity, self._max_bytes):
                     return None
                 self._last_id += 1
                 try:
-                    segment = Segment(self._last_id, room)
+                    segment = Segment(self._last_id, capacity)
                 except (OSError, ValueError, OverflowError):
-                    _total.shrink(room)
+                    _total.shrink(capacity)
                     return None
                 except BaseException:  # the user interrupts
-                    _total.shrink(room)
+                    _total.shrink(capacity)
                     raise
             self._out[segment.id] = segment
             return segment

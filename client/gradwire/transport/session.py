@@ -71,9 +71,9 @@ class Session(Link):
         peer: PeerIdentity,
         handler: Handler,
         settings: LinkSettings,
-        room: MemoryBudget | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
-        self.quota = Quota(settings.max_bytes_in_flight, room or MemoryBudget())
+        self.quota = Quota(settings.max_bytes_in_flight, budget or MemoryBudget())
         """For what the other end asks."""
         self.local = local
         self.peer = peer
@@ -86,10 +86,10 @@ class Session(Link):
         self._delivered = threading.Condition(self._lock)
         self._delivery_is_awaited = False
         self._streams: Streams | None = None
-        self._asked: dict[int, OutboundCall] = {}
-        self._retries = RetryQueue(self._ask)
+        self._outbound_calls: dict[int, OutboundCall] = {}
+        self._retries = RetryQueue(self._start_call)
         self._window = Window(settings.max_bytes_in_flight)
-        self._served: dict[int, InboundCall] = {}
+        self._inbound_calls: dict[int, InboundCall] = {}
         self._withdrawn: dict[int, None] = {}
         """Questions that were withdrawn, and that the other end may still be busy with."""
         self._to_acknowledge: list[int] = []
@@ -115,7 +115,7 @@ class Session(Link):
         if future is None:
             future = ResponseFuture()
         self._check_size(body, attachments)
-        self._ask(OutboundCall(method, body, attachments, future, timeout))
+        self._start_call(OutboundCall(method, body, attachments, future, timeout))
         return future
 
     def read_for(self, future: ResponseFuture) -> None:
@@ -123,65 +123,67 @@ class Session(Link):
         if streams is not None:
             streams.read_for(future)
 
-    def expect(self, future: ResponseFuture) -> None:
+    def read_in_background(self, future: ResponseFuture) -> None:
         streams = self._streams
         if streams is not None:
-            streams.expect(future)
+            streams.read_in_background(future)
 
-    def peer_takes_in_flight(self, max_bytes: int) -> None:
+    def limit_bytes_in_flight(self, max_bytes: int) -> None:
         """How many bytes of unanswered attachments the other end wants at a time; 0 if it does not matter."""
         self._window.max_bytes = max_bytes or (1 << 62)
 
-    def _ask(self, asked: OutboundCall) -> None:
+    def _start_call(self, outbound_call: OutboundCall) -> None:
         with self._lock:
             if self._ended is not None:
                 raise self._ended.again()
             if self._streams is None and not self.settings.wait_for_ready:
                 raise ConnectFailed(f"{self.peer} is out of reach right now", worker=str(self.peer))
-            if not self._window.admits(asked):
-                self._keep_back(asked)
+            if not self._window.admits(outbound_call):
+                self._keep_back(outbound_call)
                 return
             id = next(self._request_ids)
-            self._asked[id] = asked
-            asked.future.abandon = partial(self._withdraw, id, None)
-            if asked.deadline is not None:
-                self._start_timer(asked, asked.deadline, partial(self._withdraw, id))
+            self._outbound_calls[id] = outbound_call
+            outbound_call.future.abandon = partial(self._withdraw, id, None)
+            if outbound_call.deadline is not None:
+                self._start_timer(outbound_call, outbound_call.deadline, partial(self._withdraw, id))
             if self._streams is not None:
-                self._send_question(self._streams, id, asked)
-                self._streams.asked()
+                self._put_request(self._streams, id, outbound_call)
+                self._streams.note_request_sent()
         self._flush()
-        if asked.future.cancelled():
+        if outbound_call.future.cancelled():
             # It was cancelled before it knew whom to tell.
             self._withdraw(id, None)
 
     def _start_timer(
-        self, asked: OutboundCall, deadline: float, give_up: Callable[[GradwireError], None]
+        self, outbound_call: OutboundCall, deadline: float, give_up: Callable[[GradwireError], None]
     ) -> None:
-        asked.stop_timer()
+        outbound_call.stop_timer()
         left = max(deadline - time.monotonic(), 0.0)
-        asked.timer = call_later(left, partial(give_up, self._too_late(asked)))
+        outbound_call.timer = call_later(left, partial(give_up, self._too_late(outbound_call)))
 
-    def _too_late(self, asked: OutboundCall) -> DeadlineExceeded:
-        message = f"{self.peer} did not answer within {round(asked.timeout or 0.0, 3):g} s"
+    def _too_late(self, outbound_call: OutboundCall) -> DeadlineExceeded:
+        message = f"{self.peer} did not answer within {round(outbound_call.timeout or 0.0, 3):g} s"
         return DeadlineExceeded(message, worker=str(self.peer))
 
-    def _keep_back(self, asked: OutboundCall) -> None:
+    def _keep_back(self, outbound_call: OutboundCall) -> None:
         """There are too many bytes in flight for it now."""
-        asked.future.abandon = partial(self._leave_window, asked)
-        if asked.deadline is not None:
-            self._start_timer(asked, asked.deadline, partial(self._give_up_kept_back, asked))
+        outbound_call.future.abandon = partial(self._leave_window, outbound_call)
+        if outbound_call.deadline is not None:
+            self._start_timer(
+                outbound_call, outbound_call.deadline, partial(self._give_up_kept_back, outbound_call)
+            )
 
-    def _give_up_kept_back(self, asked: OutboundCall, error: GradwireError) -> None:
-        self._leave_window(asked)
-        asked.future.settle(error)
+    def _give_up_kept_back(self, outbound_call: OutboundCall, error: GradwireError) -> None:
+        self._leave_window(outbound_call)
+        outbound_call.future.settle(error)
 
-    def _leave_window(self, asked: OutboundCall) -> None:
+    def _leave_window(self, outbound_call: OutboundCall) -> None:
         """It is over with a question: others may be sent now."""
-        ready = deque(self._window.leave(asked))
+        ready = deque(self._window.leave(outbound_call))
         while ready:
             following = ready.popleft()
             try:
-                self._ask(following)
+                self._start_call(following)
             except GradwireError as error:
                 # It needs no room. Those behind it may be sent, or fail as well.
                 following.stop_timer()
@@ -207,24 +209,24 @@ class Session(Link):
     def _withdraw(self, id: int, error: GradwireError | None) -> None:
         """Stops waiting for an answer, and tells the other end."""
         with self._lock:
-            asked = self._asked.pop(id, None)
-            if asked is None:
+            outbound_call = self._outbound_calls.pop(id, None)
+            if outbound_call is None:
                 return
             self._remember_withdrawn(id)
             streams = self._streams
             if streams is not None:
-                streams.inbound.drop((True, id))
-                if asked.attachments:
+                streams.reassembler.drop((True, id))
+                if outbound_call.attachments:
                     # Behind its chunks, so that none of them comes after it.
                     streams.bulk.drop_transfers((False, id))
                     streams.bulk.put(frames.cancel(id))
                 else:
                     streams.control.put(frames.cancel(id))
         self._flush()
-        asked.stop_timer()
+        outbound_call.stop_timer()
         if error is not None:
-            asked.future.settle(error)
-        self._leave_window(asked)
+            outbound_call.future.settle(error)
+        self._leave_window(outbound_call)
 
     def _flush(self) -> None:
         """Has what was put written. Without the lock: a write takes its time, in which others can go on."""
@@ -232,10 +234,10 @@ class Session(Link):
         if streams is not None:
             streams.flush()
 
-    def _flush_answer(self) -> None:
+    def _flush_response(self) -> None:
         streams = self._streams
         if streams is not None:
-            streams.flush_answer()
+            streams.flush_response()
 
     # -- sending; all with the lock held
 
@@ -246,31 +248,31 @@ class Session(Link):
         if len(self._withdrawn) > _MAX_WITHDRAWN:
             del self._withdrawn[next(iter(self._withdrawn))]
 
-    def _send_question(self, streams: Streams, id: int, asked: OutboundCall) -> None:
+    def _put_request(self, streams: Streams, id: int, outbound_call: OutboundCall) -> None:
         left = 0.0
-        if asked.deadline is not None:
-            left = max(asked.deadline - time.monotonic(), 1e-3)
+        if outbound_call.deadline is not None:
+            left = max(outbound_call.deadline - time.monotonic(), 1e-3)
         envelope = self._new_envelope()
         request = envelope.frames.add().request
         request.id = id
-        request.method = asked.method  # type: ignore[assignment]
-        request.body = asked.body
+        request.method = outbound_call.method  # type: ignore[assignment]
+        request.body = outbound_call.body
         if left:
             request.timeout_seconds = left
-        if asked.attachments:
-            request.transfers.extend(self._send_attachments(streams, asked.attachments, (False, id)))
+        if outbound_call.attachments:
+            request.transfers.extend(self._send_attachments(streams, outbound_call.attachments, (False, id)))
         streams.control.put(envelope.SerializeToString())
 
-    def _send_answer(self, served: InboundCall) -> None:
+    def _put_response(self, inbound_call: InboundCall) -> None:
         streams = self._streams
-        if streams is None or served.answer is None:
+        if streams is None or inbound_call.response is None:
             return
-        outcome, attachments = served.answer
+        outcome, attachments = inbound_call.response
         envelope = self._new_envelope()
         response = envelope.frames.add().response
-        response.id = served.id
+        response.id = inbound_call.id
         if attachments:
-            response.transfers.extend(self._send_attachments(streams, attachments, (True, served.id)))
+            response.transfers.extend(self._send_attachments(streams, attachments, (True, inbound_call.id)))
         if isinstance(outcome, bytes):
             response.body = outcome
         else:
@@ -304,12 +306,12 @@ class Session(Link):
             self._withdraw(id, error)
             return
         with self._lock:
-            served = self._served.get(id)
-            if served is not None:
+            inbound_call = self._inbound_calls.get(id)
+            if inbound_call is not None:
                 if self._streams is not None:
                     self._streams.bulk.drop_transfers(transfer.owner)
-                served.answer = (faults.describe(error, self.local.name), ())
-                self._send_answer(served)
+                inbound_call.response = (faults.describe(error, self.local.name), ())
+                self._put_response(inbound_call)
         self._flush()
 
     # -- streams
@@ -330,10 +332,10 @@ class Session(Link):
                 streams.control.put(frames.cancel(id))
             # Once more is enough: the other end may never have heard of some, and so never answer them.
             self._withdrawn.clear()
-            for id, asked in self._asked.items():
-                self._send_question(streams, id, asked)
-            for served in self._served.values():
-                self._send_answer(served)
+            for id, outbound_call in self._outbound_calls.items():
+                self._put_request(streams, id, outbound_call)
+            for inbound_call in self._inbound_calls.values():
+                self._put_response(inbound_call)
         self._flush()
 
     def detach(self, streams: Streams) -> bool:
@@ -341,7 +343,7 @@ class Session(Link):
         streams.close(discard=True)
         with self._lock:
             used = self._streams
-            if used is None or streams not in (used, used.beneath):
+            if used is None or streams not in (used, used.parent):
                 return False
             used.close(discard=True)
             self._streams = None
@@ -356,7 +358,10 @@ class Session(Link):
             return self._delivered.wait_for(
                 lambda: (
                     self._streams is None
-                    or not any(served.answer and served.answer[1] for served in self._served.values())
+                    or not any(
+                        inbound_call.response and inbound_call.response[1]
+                        for inbound_call in self._inbound_calls.values()
+                    )
                 ),
                 timeout,
             )
@@ -376,20 +381,20 @@ class Session(Link):
             streams.received += len(data)
         chunk = frames.parse_chunk(data) if len(data) >= _SMALLEST_CHUNK_BYTES else None
         if chunk is not None:
-            self._on_whole(streams, streams.inbound.chunk(chunk))
+            self._on_complete_message(streams, streams.reassembler.chunk(chunk))
             return
         received = frames.parse(data)
         for index, frame in enumerate(received):
-            streams.is_amid = index + 1 < len(received)
+            streams.has_unhandled_frames = index + 1 < len(received)
             kind = frame.WhichOneof("kind")
             if kind == "request":
-                self._on_request(streams, frames.question(frame.request))
+                self._on_request(streams, frames.request_frame(frame.request))
             elif kind == "response":
                 self._on_response(streams, frame.response)
             elif kind == "chunk":
                 piece = frame.chunk
                 chunk = frames.Chunk(piece.transfer, piece.offset, piece.total, piece.data)
-                self._on_whole(streams, streams.inbound.chunk(chunk))
+                self._on_complete_message(streams, streams.reassembler.chunk(chunk))
             elif kind == "cancel":
                 self._on_cancel(streams, frame.cancel.id)
             elif kind == "acknowledge":
@@ -397,7 +402,7 @@ class Session(Link):
             elif kind == "goodbye":
                 self._on_goodbye(frame.goodbye)
             else:
-                self._on_whole(streams, streams.take(frame, kind))
+                self._on_complete_message(streams, streams.take(frame, kind))
 
     def receive_or_refuse(self, data: bytes, streams: Streams) -> None:
         """The same for whoever reads a stream: what cannot be taken ends the session, not the reader."""
@@ -410,14 +415,14 @@ class Session(Link):
             log.exception("a frame from %s could not be handled", self.peer)
             self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
 
-    def _on_whole(self, streams: Streams, whole: CompleteMessage | None) -> None:
+    def _on_complete_message(self, streams: Streams, complete: CompleteMessage | None) -> None:
         """The last attachment of a message has come, if it has."""
-        if whole is None:
+        if complete is None:
             return
-        if isinstance(whole[0], frames.RequestFrame):
-            self._handle(self._accept(streams, whole))
+        if isinstance(complete[0], frames.RequestFrame):
+            self._handle(self._accept(streams, complete))
         else:
-            self._settle(streams, whole)
+            self._settle(streams, complete)
 
     def _on_request(self, streams: Streams, request: frames.RequestFrame) -> None:
         key = (False, request.id)
@@ -426,35 +431,37 @@ class Session(Link):
         with self._lock:
             if self._streams is not streams:
                 return
-            if request.id in self._served:
-                streams.inbound.skip(key, request.transfers)
+            if request.id in self._inbound_calls:
+                streams.reassembler.skip(key, request.transfers)
                 return
-            whole = streams.inbound.message(key, request.transfers, request)
-            served = None if whole is None else self._accept(streams, whole)
-        self._handle(served)
+            complete = streams.reassembler.message(key, request.transfers, request)
+            inbound_call = None if complete is None else self._accept(streams, complete)
+        self._handle(inbound_call)
 
-    def _accept(self, streams: Streams, whole: CompleteMessage) -> InboundCall | None:
-        request, attachments = whole
+    def _accept(self, streams: Streams, complete: CompleteMessage) -> InboundCall | None:
+        request, attachments = complete
         assert isinstance(request, frames.RequestFrame)
         with self._lock:
-            if self._streams is not streams or request.id in self._served:
+            if self._streams is not streams or request.id in self._inbound_calls:
                 self.quota.give_back(request.id)
                 return None
-            served = self._served[request.id] = InboundCall(self, streams, request, attachments or ())
+            inbound_call = self._inbound_calls[request.id] = InboundCall(
+                self, streams, request, attachments or ()
+            )
             if attachments is None:
-                served.fail(faults.describe(self.quota.refusal(), self.local.name))
+                inbound_call.fail(faults.describe(self.quota.refusal(), self.local.name))
                 return None
-            return served
+            return inbound_call
 
-    def _handle(self, served: InboundCall | None) -> None:
-        if served is None:
+    def _handle(self, inbound_call: InboundCall | None) -> None:
+        if inbound_call is None:
             return
         try:
-            self._handler(served)
+            self._handler(inbound_call)
         except Exception as error:
             if not isinstance(error, GradwireError):
                 log.exception("the handler of requests from %s failed", self.peer)
-            served.fail(faults.describe(error, self.local.name))
+            inbound_call.fail(faults.describe(error, self.local.name))
 
     def _on_response(self, streams: Streams, response: link_pb2.Response) -> None:
         key = (True, response.id)
@@ -462,67 +469,67 @@ class Session(Link):
             if self._streams is not streams:
                 return
             if response.WhichOneof("outcome") == "error":
-                streams.inbound.drop(key)
-                whole: CompleteMessage | None = (response, ())
-            elif response.id in self._asked:
-                whole = streams.inbound.message(key, response.transfers, response)
+                streams.reassembler.drop(key)
+                complete: CompleteMessage | None = (response, ())
+            elif response.id in self._outbound_calls:
+                complete = streams.reassembler.message(key, response.transfers, response)
             else:
-                streams.inbound.skip(key, response.transfers)
-                whole = (response, ())
-        if whole is not None:
-            self._settle(streams, whole)
+                streams.reassembler.skip(key, response.transfers)
+                complete = (response, ())
+        if complete is not None:
+            self._settle(streams, complete)
 
-    def _settle(self, streams: Streams, whole: CompleteMessage) -> None:
-        response, attachments = whole
+    def _settle(self, streams: Streams, complete: CompleteMessage) -> None:
+        response, attachments = complete
         assert isinstance(response, link_pb2.Response)
         body = response.body  # once: it is copied each time
         with self._lock:
             if self._streams is not streams:
                 return
-            asked = self._asked.pop(response.id, None)
+            outbound_call = self._outbound_calls.pop(response.id, None)
             self._withdrawn.pop(response.id, None)
             self._to_acknowledge.append(response.id)
             is_large = bool(response.transfers or counted_size(body))
             acknowledges = is_large or len(self._to_acknowledge) >= _MAX_UNACKNOWLEDGED
             if acknowledges:
                 streams.control.put(self._new_envelope().SerializeToString())
-            if asked is not None and asked.attachments:
+            if outbound_call is not None and outbound_call.attachments:
                 # After a cut, the answer may be back before the question has been sent again.
                 streams.bulk.drop_transfers((False, response.id))
         if acknowledges:
             self._flush()
-        if asked is None:
+        if outbound_call is None:
             return
-        asked.stop_timer()
-        if asked.is_large:
-            self._leave_window(asked)
-        if asked.deadline is not None and time.monotonic() >= asked.deadline:
+        outbound_call.stop_timer()
+        if outbound_call.is_large:
+            self._leave_window(outbound_call)
+        if outbound_call.deadline is not None and time.monotonic() >= outbound_call.deadline:
             # Its timer was about to say so. An answer that follows counts as on_discarded.
-            asked.future.settle(self._too_late(asked))
+            outbound_call.future.settle(self._too_late(outbound_call))
         if response.WhichOneof("outcome") == "error":
             if not response.error.worker:
                 response.error.worker = str(self.peer)
-            if not self._retries.takes(asked, response.error):
-                asked.future.settle(faults.rebuild(response.error))
+            if not self._retries.schedule(outbound_call, response.error):
+                outbound_call.future.settle(faults.rebuild(response.error))
         else:
-            asked.future.settle(Payload(body, attachments or ()))
+            outbound_call.future.settle(Payload(body, attachments or ()))
 
     def _on_cancel(self, streams: Streams, id: int) -> None:
         with self._lock:
-            served = self._served.get(id)
-            if served is None:
-                streams.inbound.drop((False, id))
-        if served is not None:
-            served.cancel()
+            inbound_call = self._inbound_calls.get(id)
+            if inbound_call is None:
+                streams.reassembler.drop((False, id))
+        if inbound_call is not None:
+            inbound_call.cancel()
 
     def _on_acknowledge(self, ids: Sequence[int]) -> None:
         with self._lock:
             for id in ids:
-                served = self._served.get(id)
-                if served is None or served.answer is None:
+                inbound_call = self._inbound_calls.get(id)
+                if inbound_call is None or inbound_call.response is None:
                     continue
-                del self._served[id]
-                if served.answer[1] and self._streams is not None:
+                del self._inbound_calls[id]
+                if inbound_call.response[1] and self._streams is not None:
                     # Acknowledged without having been sent whole: it is not wanted any more.
                     self._streams.bulk.drop_transfers((True, id))
             if self._delivery_is_awaited:
@@ -549,34 +556,34 @@ class Session(Link):
         """Ends because the other end broke the protocol, and tells it."""
         self._end(error, frames.goodbye(faults.describe(error, self.local.name)))
 
-    def _end(self, error: GradwireError, farewell: bytes | None) -> None:
+    def _end(self, error: GradwireError, goodbye: bytes | None) -> None:
         with self._lock:
             if self._ended is not None:
                 return
             self._ended = error
-            all_asked, self._asked = self._asked, {}
-            all_served, self._served = self._served, {}
+            outbound_calls, self._outbound_calls = self._outbound_calls, {}
+            inbound_calls, self._inbound_calls = self._inbound_calls, {}
             streams, self._streams = self._streams, None
             if streams is not None:
                 self._traffic_before += streams.traffic
             callbacks, self._end_callbacks = self._end_callbacks, []
             self._delivered.notify_all()
         if streams is not None:
-            streams.inbound.close()
-            if farewell is None:
+            streams.reassembler.close()
+            if goodbye is None:
                 streams.close(discard=True)
             else:
                 # The bulk stream stays until control has ended: the first to end takes the other with it.
                 streams.bulk.drop_transfers()
-                streams.control.put(farewell)
+                streams.control.put(goodbye)
                 streams.control.close()
         self.quota.give_back_all()
         self._retries.end(error)
         self._window.end(error)
-        for asked in all_asked.values():
-            asked.stop_timer()
-            asked.future.settle(error.again())
-        call_each(served.cancel for served in all_served.values())
+        for outbound_call in outbound_calls.values():
+            outbound_call.stop_timer()
+            outbound_call.future.settle(error.again())
+        call_each(inbound_call.cancel for inbound_call in inbound_calls.values())
         call_each(partial(callback, self) for callback in callbacks)
 
     @property

@@ -25,17 +25,17 @@ class Streams:
         control: Outgoing,
         bulk: Outgoing,
         *,
-        name_within: float | None = None,
-        beneath: Streams | None = None,
+        orphan_timeout: float | None = None,
+        parent: Streams | None = None,
     ) -> None:
         self.control = control
         self.bulk = bulk
-        self.inbound = Reassembler(settings.max_message_bytes, quota, name_within)
-        self.beneath = beneath
+        self.reassembler = Reassembler(settings.max_message_bytes, quota, orphan_timeout)
+        self.parent = parent
         """The streams that led to these. They end together."""
         self.received = 0
         """Bytes that came."""
-        self.is_amid = False
+        self.has_unhandled_frames = False
         """Whether more has been read than is taken in so far."""
 
     @property
@@ -46,35 +46,35 @@ class Streams:
         """Takes a frame that only some streams know. Returns the message that it completes, if any."""
         raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
 
-    def asked(self) -> None:
+    def note_request_sent(self) -> None:
         """A question was put."""
 
     def flush(self) -> None:
         """Writes what was put, where nobody does so unasked."""
 
-    def flush_answer(self) -> None:
+    def flush_response(self) -> None:
         """The same for an answer. It may leave a little later, together with others."""
         self.flush()
 
-    def may_run_here(self) -> bool:
+    def may_run_inline(self) -> bool:
         """Whether a question may be answered by the thread that brings it."""
         return False
 
-    def step_aside(self) -> None:
+    def about_to_block(self) -> None:
         """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
 
     def read_for(self, future: ResponseFuture) -> None:
         """Reads until there is an answer, where the thread that waits for it can."""
 
-    def expect(self, future: ResponseFuture) -> None:
+    def read_in_background(self, future: ResponseFuture) -> None:
         """Has an answer read without delay, where nobody does so unasked."""
 
     def close(self, *, discard: bool = False) -> None:
         self.control.close(discard=discard)
         self.bulk.close(discard=discard)
-        self.inbound.close()
-        if discard and self.beneath is not None:
-            self.beneath.close(discard=True)
+        self.reassembler.close()
+        if discard and self.parent is not None:
+            self.parent.close(discard=True)
 
 
 class StreamPair(Streams):
@@ -84,4 +84,4 @@ class StreamPair(Streams):
     bulk: Outbox
 
     def __init__(self, settings: LinkSettings, quota: Quota) -> None:
-        super().__init__(settings, quota, Outbox(), Outbox(), name_within=settings.hello_timeout)
+        super().__init__(settings, quota, Outbox(), Outbox(), orphan_timeout=settings.hello_timeout)

@@ -25,27 +25,27 @@ class Window:
         self._used = 0
         self._kept_back: OrderedDict[OutboundCall, None] = OrderedDict()
 
-    def admits(self, asked: OutboundCall) -> bool:
+    def admits(self, call: OutboundCall) -> bool:
         """Whether a question may be sent now; if not, `leave` gives it back when it is its turn."""
-        if not asked.is_large or asked.future.is_nested:
+        if not call.is_large or call.future.is_nested:
             return True
         with self._lock:
-            if asked in self._in_flight:
+            if call in self._in_flight:
                 return True
-            size = asked.size
+            size = call.size
             if self._kept_back or (self._in_flight and self._used + size > self.max_bytes):
-                self._kept_back[asked] = None
+                self._kept_back[call] = None
                 return False
-            self._enter(asked, size)
+            self._enter(call, size)
             return True
 
-    def leave(self, asked: OutboundCall) -> list[OutboundCall]:
+    def leave(self, call: OutboundCall) -> list[OutboundCall]:
         """A question was answered or withdrawn. Those that may be sent now."""
-        if not asked.is_large:
+        if not call.is_large:
             return []
         with self._lock:
-            self._kept_back.pop(asked, None)
-            self._used -= self._in_flight.pop(asked, 0)
+            self._kept_back.pop(call, None)
+            self._used -= self._in_flight.pop(call, 0)
             ready = []
             while self._kept_back:
                 following = next(iter(self._kept_back))
@@ -62,10 +62,10 @@ class Window:
         with self._lock:
             kept_back, self._kept_back = self._kept_back, OrderedDict()
             self._in_flight.clear()
-        for asked in kept_back:
-            asked.stop_timer()
-            asked.future.settle(error.again())
+        for call in kept_back:
+            call.stop_timer()
+            call.future.settle(error.again())
 
-    def _enter(self, asked: OutboundCall, size: int) -> None:
-        self._in_flight[asked] = size
+    def _enter(self, call: OutboundCall, size: int) -> None:
+        self._in_flight[call] = size
         self._used += size

@@ -28,7 +28,7 @@ from gradwire.transport import (
     Session,
     StreamPair,
     Streams,
-    confirm,
+    accept_handshake,
     faults,
     frames,
 )
@@ -47,7 +47,7 @@ class _Accepted:
     streams: StreamPair
     """The streams of the latest attempt."""
     attempt: int
-    carrier: Streams | None = None
+    attached: Streams | None = None
     """What carries the session in this attempt: the streams, or the local socket that they led to. None
     until the client has shown which by opening the other stream, or by coming to the socket."""
     lease: Timer | None = None
@@ -56,7 +56,7 @@ class _Accepted:
     @property
     def is_choosing(self) -> bool:
         """Whether the client is there, and has yet to show which way it goes."""
-        return self.carrier is None and self.lease is None
+        return self.attached is None and self.lease is None
 
 
 class SessionAcceptor:
@@ -71,9 +71,9 @@ class SessionAcceptor:
         handler: Handler,
         settings: LinkSettings,
         on_open: Callable[[Link], None] = lambda _: None,
-        room: MemoryBudget | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
-        self._room = room or MemoryBudget()
+        self._budget = budget or MemoryBudget()
         self._identity = identity
         self._handler = handler
         self._on_open = on_open
@@ -126,7 +126,7 @@ class SessionAcceptor:
         silence = call_later(self._settings.hello_timeout, context.cancel)
         try:
             hello = _read_hello(requests)
-            local_listener = self._open_meeting_point() if hello.same_host else None
+            local_listener = self._open_local_listener() if hello.same_host else None
             accepted, resumed = self._join(hello, context.peer(), has_choice=local_listener is not None)
         except GradwireError as error:
             log.warning("refused a stream from %s: %s", context.peer(), error)
@@ -169,10 +169,10 @@ class SessionAcceptor:
         finally:
             local_listener.forget(offer)
 
-    def _open_meeting_point(self) -> LocalListener | None:
+    def _open_local_listener(self) -> LocalListener | None:
         with self._lock:
             if self._local_listener is None and self._settings.same_host and not self._closed:
-                self._local_listener = LocalListener.open(self._on_met)
+                self._local_listener = LocalListener.open(self._on_handshake)
             return self._local_listener
 
     def _open_event_loop(self) -> EventLoop:
@@ -183,29 +183,29 @@ class SessionAcceptor:
                     self._event_loop.close()  # who comes so late is not attended to
             return self._event_loop
 
-    def _on_met(self, purpose: object, connection: socket.socket) -> None:
+    def _on_handshake(self, purpose: object, connection: socket.socket) -> None:
         """A client of this host came, who has a stream already: reads what it says from here on."""
         assert isinstance(purpose, tuple)
-        accepted, beneath = purpose
+        accepted, parent = purpose
         event_loop = self._open_event_loop()
-        local = LocalStreams(self._settings, accepted.session.quota, connection, beneath)
+        local = LocalStreams(self._settings, accepted.session.quota, connection, parent)
         with self._lock:
-            if accepted.streams is not beneath or not accepted.is_choosing or self._closed:
+            if accepted.streams is not parent or not accepted.is_choosing or self._closed:
                 raise ConnectionAbortedError("the client has come back, or has gone another way")
             self._readers.add(threading.current_thread())
-            accepted.carrier = local
+            accepted.attached = local
             accepted.session.attach(local)
         try:
             # Only now: what is said to the client before would go over the stream, where it does not look.
-            confirm(connection)
+            accept_handshake(connection)
         except OSError:
             local.close(discard=True)
         try:
-            local.carry(accepted.session, event_loop)
+            local.run(accepted.session, event_loop)
         except GradwireError as error:
             accepted.session.refuse(error)
         finally:
-            self._leave(accepted, beneath)
+            self._leave(accepted, parent)
             with self._lock:
                 self._readers.discard(threading.current_thread())
 
@@ -226,8 +226,8 @@ class SessionAcceptor:
                 if accepted is None or accepted.attempt != hello.attempt:
                     raise ProtocolError("a bulk stream for a session that is not open")
                 if accepted.is_choosing:
-                    self._carry_over_streams(accepted)
-                if accepted.carrier is not accepted.streams:
+                    self._attach_streams(accepted)
+                if accepted.attached is not accepted.streams:
                     raise ProtocolError("a bulk stream for a session that goes another way")
                 return accepted, True
             if accepted is None and hello.resume:
@@ -242,25 +242,25 @@ class SessionAcceptor:
                     accepted.lease.cancel()
                 accepted.session.detach(accepted.streams)
                 accepted.streams = StreamPair(self._settings, accepted.session.quota)
-                accepted.attempt, accepted.carrier, accepted.lease = hello.attempt, None, None
+                accepted.attempt, accepted.attached, accepted.lease = hello.attempt, None, None
             if not has_choice:
-                self._carry_over_streams(accepted)
+                self._attach_streams(accepted)
         if not resumed:
             accepted.session.when_ended(lambda _: self._forget(accepted))
             self._on_open(accepted.session)
             log.info("%s connected from %s", accepted.session.peer, address)
         return accepted, resumed
 
-    def _carry_over_streams(self, accepted: _Accepted) -> None:
+    def _attach_streams(self, accepted: _Accepted) -> None:
         """With the lock held, so that of two attempts the later one is attached last."""
-        accepted.carrier = accepted.streams
+        accepted.attached = accepted.streams
         accepted.session.attach(accepted.streams)
 
     def _accept(self, key: tuple[int, int], hello: link_pb2.Hello, address: str) -> _Accepted:
         peer = PeerIdentity(hello.peer, _printable(hello.name) or address)
-        session = Session(self._identity, peer, self._handler, self._settings, self._room)
+        session = Session(self._identity, peer, self._handler, self._settings, self._budget)
         session.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
-        session.peer_takes_in_flight(hello.max_bytes_in_flight)
+        session.limit_bytes_in_flight(hello.max_bytes_in_flight)
         session.peer_codecs = frozenset(hello.codecs)
         streams = StreamPair(self._settings, session.quota)
         return _Accepted(key, session, streams, hello.attempt)

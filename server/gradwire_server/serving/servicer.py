@@ -87,7 +87,7 @@ class Servicer:
                 client = 0 if server_call.link is None else server_call.link.peer.id
                 around_wait = partial(self._slots.yielded, client)
                 task = partial(self._answer, server_call, work, around_wait)
-                self._slots.submit(task, client, here=server_call.may_run_here)
+                self._slots.submit(task, client, here=server_call.may_run_inline)
 
         return handle
 

@@ -72,12 +72,12 @@ class UnaryCall(ServerCall):
     def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
         if attachments:
             raise AssertionError("a unary response carries its tensors inline")
-        return self._answer(body)
+        return self._settle(body)
 
     def fail(self, error: link_pb2.Error) -> None:
-        self._answer(error)
+        self._settle(error)
 
-    def _answer(self, outcome: bytes | link_pb2.Error) -> bool:
+    def _settle(self, outcome: bytes | link_pb2.Error) -> bool:
         with self._lock:
             is_first = self._outcome is None
             if is_first:

@@ -17,7 +17,7 @@ class Seen:
         self.times = 0
         self._error = error
 
-    def look(self, now: float) -> bool:
+    def check(self, now: float) -> bool:
         self.times += 1
         if self._error is not None:
             raise self._error
@@ -25,21 +25,21 @@ class Seen:
 
 
 def test_a_thread_that_cannot_be_had_once_is_had_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    lookout, first, second = _Watchdog(), Seen(), Seen()
+    watchdog, first, second = _Watchdog(), Seen(), Seen()
 
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
-        assert not lookout.watch(first)
-    assert lookout.watch(second)
+        assert not watchdog.watch(first)
+    assert watchdog.watch(second)
     eventually(lambda: first.times > 0 and second.times > 0)
 
 
 def test_one_that_cannot_be_looked_at_keeps_nobody_from_being_looked_at() -> None:
-    lookout, broken, sound = _Watchdog(), Seen(ValueError("broken")), Seen()
-    lookout.watch(broken)
+    watchdog, broken, sound = _Watchdog(), Seen(ValueError("broken")), Seen()
+    watchdog.watch(broken)
     eventually(lambda: broken.times > 0)
-    lookout.watch(sound)
+    watchdog.watch(sound)
     eventually(lambda: sound.times > 0)

@@ -135,7 +135,7 @@ def test_what_came_in_pieces_is_whole(pieces: list[int]) -> None:
             arriving.write(offset, piece)
             offset += size
             expected += piece
-        assert arriving.whole().tobytes() == expected
+        assert arriving.finish().tobytes() == expected
 
 
 def test_what_was_given_up_is_not_kept_for_later() -> None:

@@ -19,7 +19,7 @@ from gradwire.transport import event_loop as event_loop_module
 from gradwire.transport import leader_followers
 from gradwire.transport.event_loop import EventLoop
 
-THREADS = ("gradwire-event_loop", "gradwire-follower")
+THREADS = ("gradwire-event-loop", "gradwire-follower")
 
 
 class Line:
@@ -60,7 +60,7 @@ class Line:
         self._near.close()
 
 
-class Desk:
+class Receiver:
     """Notes what came, and on which thread; works if there is work."""
 
     def __init__(self, event_loop: EventLoop) -> None:
@@ -70,13 +70,13 @@ class Desk:
 
     def receive(self, frame: bytes) -> None:
         self.received.append((frame, threading.current_thread().name))
-        if self.work is not None and self.event_loop.may_run_here():
+        if self.work is not None and self.event_loop.may_run_inline():
             self.work()
 
 
 @contextmanager
-def attended(event_loop: EventLoop, line: Line, desk: Desk) -> Iterator[threading.Thread]:
-    thread = threading.Thread(target=event_loop.attend, args=(line, desk.receive))
+def served(event_loop: EventLoop, line: Line, receiver: Receiver) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=event_loop.serve, args=(line, receiver.receive))
     thread.start()
     try:
         yield thread
@@ -98,17 +98,17 @@ def open_event_loop() -> Iterator[EventLoop]:
 
 
 @contextmanager
-def occupied(desk: Desk, line: Line, *, said: bytes = b"w") -> Iterator[None]:
+def occupied(receiver: Receiver, line: Line, *, data: bytes = b"w") -> Iterator[None]:
     """The one who reads is at work on the first that is said."""
     begun, release = threading.Event(), threading.Event()
 
     def work() -> None:
-        desk.work = None
+        receiver.work = None
         begun.set()
         assert release.wait(SECONDS)
 
-    desk.work = work
-    line.far.send(said)
+    receiver.work = work
+    line.far.send(data)
     assert begun.wait(SECONDS)
     try:
         yield
@@ -118,14 +118,14 @@ def occupied(desk: Desk, line: Line, *, said: bytes = b"w") -> Iterator[None]:
 
 def test_one_thread_reads_for_all() -> None:
     with open_event_loop() as event_loop:
-        desk = Desk(event_loop)
-        desk.work = lambda: None
+        receiver = Receiver(event_loop)
+        receiver.work = lambda: None
         lines = [Line(), Line()]
-        with attended(event_loop, lines[0], desk), attended(event_loop, lines[1], desk):
+        with served(event_loop, lines[0], receiver), served(event_loop, lines[1], receiver):
             for number in range(50):
                 lines[number % 2].far.send(bytes([100 + number]))
-            eventually(lambda: len(desk.received) == 50)
-        assert {frame for frame, _ in desk.received} == {bytes([100 + number]) for number in range(50)}
+            eventually(lambda: len(receiver.received) == 50)
+        assert {frame for frame, _ in receiver.received} == {bytes([100 + number]) for number in range(50)}
 
 
 @pytest.mark.parametrize(("stay", "before_the_other"), [(0.0, range(1, 5)), (SECONDS, [10])])
@@ -133,67 +133,67 @@ def test_connections_are_attended_to_in_turn(
     stay: float, before_the_other: Container[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each for as long as it may stay."""
-    monkeypatch.setattr(event_loop_module, "_STAY_SECONDS", stay)
+    monkeypatch.setattr(event_loop_module, "_SLICE_SECONDS", stay)
     with open_event_loop() as event_loop:
-        desk, lines = Desk(event_loop), [Line(), Line()]
-        with attended(event_loop, lines[0], desk), attended(event_loop, lines[1], desk):
+        receiver, lines = Receiver(event_loop), [Line(), Line()]
+        with served(event_loop, lines[0], receiver), served(event_loop, lines[1], receiver):
             # All of both is there before the rest of either is looked at.
-            with occupied(desk, lines[0], said=b"a" * 10):
+            with occupied(receiver, lines[0], data=b"a" * 10):
                 lines[1].far.send(b"b" * 10)
-            eventually(lambda: len(desk.received) == 20)
-        came = b"".join(frame for frame, _ in desk.received)
+            eventually(lambda: len(receiver.received) == 20)
+        came = b"".join(frame for frame, _ in receiver.received)
         assert came.index(b"b") in before_the_other
 
 
 def test_nobody_waits_for_one_that_takes_long() -> None:
     with open_event_loop() as event_loop:
-        slow, brisk = Desk(event_loop), Desk(event_loop)
+        slow, fast = Receiver(event_loop), Receiver(event_loop)
         lines = [Line(), Line()]
         # Those behind it on the same connection do not wait, either.
         with (
-            attended(event_loop, lines[0], slow),
-            attended(event_loop, lines[1], brisk),
-            occupied(slow, lines[0], said=b"wxy"),
+            served(event_loop, lines[0], slow),
+            served(event_loop, lines[1], fast),
+            occupied(slow, lines[0], data=b"wxy"),
         ):
             lines[1].far.send(b"z")
-            eventually(lambda: len(brisk.received) == 1 and len(slow.received) == 3)
+            eventually(lambda: len(fast.received) == 1 and len(slow.received) == 3)
 
 
 def test_nobody_stands_in_for_one_whom_nobody_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_followers, "watch", lambda _: True)  # nobody looks but this
     with open_event_loop() as event_loop:
-        desk, line = Desk(event_loop), Line()
-        with attended(event_loop, line, desk), occupied(desk, line):
+        receiver, line = Receiver(event_loop), Line()
+        with served(event_loop, line, receiver), occupied(receiver, line):
             a_little_later = event_loop._busy_since + 2 * INLINE_SECONDS
-            assert event_loop.look(a_little_later), "it is looked at further"
+            assert event_loop.check(a_little_later), "it is looked at further"
             assert event_loop._busy_since, "it still has its turn"
             line.far.send(b"x")
-            event_loop.look(a_little_later)
-            eventually(lambda: [thread for _, thread in desk.received][1:] == ["gradwire-follower"])
+            event_loop.check(a_little_later)
+            eventually(lambda: [thread for _, thread in receiver.received][1:] == ["gradwire-follower"])
 
 
 def test_somebody_stands_in_for_one_who_is_occupied_for_very_long_before_it_is_missed() -> None:
     with open_event_loop() as event_loop:
-        desk, line = Desk(event_loop), Line()
-        with attended(event_loop, line, desk), occupied(desk, line):
-            eventually(lambda: event_loop._turn is not None and not event_loop._busy_since)
+        receiver, line = Receiver(event_loop), Line()
+        with served(event_loop, line, receiver), occupied(receiver, line):
+            eventually(lambda: event_loop._leader is not None and not event_loop._busy_since)
 
 
 def test_one_that_waits_steps_aside_for_others_at_once() -> None:
     with open_event_loop() as event_loop:
-        waiting, other = Desk(event_loop), Desk(event_loop)
+        waiting, other = Receiver(event_loop), Receiver(event_loop)
         answered = threading.Event()
 
         def work() -> None:
             waiting.work = None
-            event_loop.step_aside()
+            event_loop.about_to_block()
             assert answered.wait(SECONDS)
 
         waiting.work = work
         other.work = answered.set
         lines = [Line(), Line()]
-        with attended(event_loop, lines[0], waiting), attended(event_loop, lines[1], other):
-            eventually(lambda: len(event_loop._guests) == 2)
+        with served(event_loop, lines[0], waiting), served(event_loop, lines[1], other):
+            eventually(lambda: len(event_loop._connections) == 2)
             lines[0].far.send(b"w")
             lines[1].far.send(b"x")
             eventually(lambda: len(other.received) == 1)
@@ -203,16 +203,16 @@ def test_to_wait_for_others_is_not_to_take_long(monkeypatch: pytest.MonkeyPatch)
     """So what waits goes on being worked on where it is read, unless that was in somebody's way."""
     monkeypatch.setattr(leader_followers, "watch", lambda _: True)
     with open_event_loop() as event_loop:
-        desk, line = Desk(event_loop), Line()
+        receiver, line = Receiver(event_loop), Line()
         worked: list[bytes] = []
 
         def work() -> None:
-            event_loop.step_aside()
+            event_loop.about_to_block()
             time.sleep(5 * INLINE_SECONDS)
-            worked.append(desk.received[-1][0])
+            worked.append(receiver.received[-1][0])
 
-        desk.work = work
-        with attended(event_loop, line, desk):
+        receiver.work = work
+        with served(event_loop, line, receiver):
             for number in range(10):
                 line.far.send(bytes([100 + number]))
                 eventually(lambda number=number: len(worked) == 1 + number)  # type: ignore[misc]
@@ -227,14 +227,14 @@ def test_what_waits_for_its_own_connection_is_soon_worked_on_elsewhere() -> None
             if frame == b"a":
                 answered.set()
                 return
-            here.append(event_loop.may_run_here())
+            here.append(event_loop.may_run_inline())
             if here[-1]:
-                event_loop.step_aside()
+                event_loop.about_to_block()
                 assert answered.wait(SECONDS)
 
-        desk = Desk(event_loop)
-        desk.receive = receive  # type: ignore[method-assign]
-        with attended(event_loop, line, desk):
+        receiver = Receiver(event_loop)
+        receiver.receive = receive  # type: ignore[method-assign]
+        with served(event_loop, line, receiver):
             for number in range(10):
                 answered.clear()
                 line.far.send(b"q")
@@ -258,23 +258,23 @@ class Clock:
 def test_nobody_waits_for_one_who_has_much_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with open_event_loop() as event_loop:
-        desk, lines = Desk(event_loop), [Line(), Line()]
+        receiver, lines = Receiver(event_loop), [Line(), Line()]
         first, sent = threading.Event(), threading.Event()
 
         def work() -> None:
             first.set()
             assert sent.wait(SECONDS)
-            clock.now += 0.4 * event_loop_module._STAY_SECONDS
+            clock.now += 0.4 * event_loop_module._SLICE_SECONDS
 
-        desk.work = work
-        with attended(event_loop, lines[0], desk), attended(event_loop, lines[1], desk):
-            eventually(lambda: len(event_loop._guests) == 2)
+        receiver.work = work
+        with served(event_loop, lines[0], receiver), served(event_loop, lines[1], receiver):
+            eventually(lambda: len(event_loop._connections) == 2)
             lines[0].far.send(b"a" * 20)
             assert first.wait(SECONDS)
             lines[1].far.send(b"b" * 20)
             sent.set()
-            eventually(lambda: len(desk.received) == 40)
-        came = b"".join(frame for frame, _ in desk.received)
+            eventually(lambda: len(receiver.received) == 40)
+        came = b"".join(frame for frame, _ in receiver.received)
         # Each stays for three of them, that take 1.2 times as long as it may.
         assert came == b"aaabbb" * 6 + b"aabb"
 
@@ -282,17 +282,17 @@ def test_nobody_waits_for_one_who_has_much_to_say(monkeypatch: pytest.MonkeyPatc
 def test_answers_to_one_who_is_alone_go_on_leaving_together(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with open_event_loop() as event_loop:
-        desk, line = Desk(event_loop), Line()
+        receiver, line = Receiver(event_loop), Line()
         answers = 0
 
         def work() -> None:
             nonlocal answers
-            clock.now += 0.05 * event_loop_module._STAY_SECONDS
+            clock.now += 0.05 * event_loop_module._SLICE_SECONDS
             assert event_loop.will_write(line)
             answers += 1
 
-        desk.work = work
-        with attended(event_loop, line, desk):
+        receiver.work = work
+        with served(event_loop, line, receiver):
             line.far.send(b"x" * 90)
             eventually(lambda: answers == 90 and line.flushes > 0)
         assert line.flushes < 45
@@ -300,10 +300,10 @@ def test_answers_to_one_who_is_alone_go_on_leaving_together(monkeypatch: pytest.
 
 def test_answers_to_what_came_together_leave_together() -> None:
     with open_event_loop() as event_loop:
-        desk, line = Desk(event_loop), Line()
+        receiver, line = Receiver(event_loop), Line()
         written: list[bool] = []
-        desk.work = lambda: written.append(event_loop.will_write(line))
-        with attended(event_loop, line, desk):
+        receiver.work = lambda: written.append(event_loop.will_write(line))
+        with served(event_loop, line, receiver):
             line.far.send(b"abcdefghij")
             eventually(lambda: len(written) == 10 and line.flushes > 0)
         assert all(written)
@@ -313,17 +313,17 @@ def test_answers_to_what_came_together_leave_together() -> None:
 
 def test_an_answer_does_not_wait_for_what_takes_long() -> None:
     with open_event_loop() as event_loop:
-        desk, line = Desk(event_loop), Line()
+        receiver, line = Receiver(event_loop), Line()
         release = threading.Event()
 
         def work() -> None:
-            if desk.received[-1][0] == b"a":
+            if receiver.received[-1][0] == b"a":
                 assert event_loop.will_write(line)
             else:
                 assert release.wait(SECONDS)
 
-        desk.work = work
-        with attended(event_loop, line, desk):
+        receiver.work = work
+        with served(event_loop, line, receiver):
             line.far.send(b"ab")
             eventually(lambda: line.flushes == 1)
             release.set()
@@ -331,13 +331,13 @@ def test_an_answer_does_not_wait_for_what_takes_long() -> None:
 
 def test_what_breaks_the_protocol_ends_one_connection_alone() -> None:
     with open_event_loop() as event_loop:
-        desk, bad, good = Desk(event_loop), Line(), Line()
-        with attended(event_loop, good, desk):
+        receiver, bad, good = Receiver(event_loop), Line(), Line()
+        with served(event_loop, good, receiver):
             bad.far.send(b"!")
             with pytest.raises(MalformedMessage):
-                event_loop.attend(bad, desk.receive)
+                event_loop.serve(bad, receiver.receive)
             good.far.send(b"a")
-            eventually(lambda: len(desk.received) == 1)
+            eventually(lambda: len(receiver.received) == 1)
         bad.close()
 
 
@@ -346,25 +346,25 @@ def test_whatever_goes_wrong_with_one_the_others_are_attended_to() -> None:
         raise SystemExit(frame)
 
     with open_event_loop() as event_loop:
-        desk, bad, good = Desk(event_loop), Line(), Line()
-        with attended(event_loop, good, desk):
+        receiver, bad, good = Receiver(event_loop), Line(), Line()
+        with served(event_loop, good, receiver):
             bad.far.send(b"x")
             with pytest.raises(InternalError, match="SystemExit"):
-                event_loop.attend(bad, fail)
+                event_loop.serve(bad, fail)
             good.far.send(b"a")
-            eventually(lambda: len(desk.received) == 1)
+            eventually(lambda: len(receiver.received) == 1)
         bad.close()
 
 
 def test_threads_that_stood_in_end_when_there_are_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_followers, "_LIVENESS_SECONDS", 0.01)
     with open_event_loop() as event_loop:
-        desk, line, release = Desk(event_loop), Line(), threading.Event()
-        desk.work = lambda: bool(release.wait(SECONDS)) or None
-        with attended(event_loop, line, desk):
+        receiver, line, release = Receiver(event_loop), Line(), threading.Event()
+        receiver.work = lambda: bool(release.wait(SECONDS)) or None
+        with served(event_loop, line, receiver):
             # The first few are worked on where they are read; a thread stands in for each.
             line.far.send(b"abc")
-            eventually(lambda: len(desk.received) == 3 and event_loop._threads > 1)
+            eventually(lambda: len(receiver.received) == 3 and event_loop._threads > 1)
             release.set()
             eventually(lambda: event_loop._threads <= 2)
 
@@ -372,15 +372,15 @@ def test_threads_that_stood_in_end_when_there_are_more_than_needed(monkeypatch: 
 def test_closing_ends_all_and_leaves_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     event_loop = EventLoop()
-    desk, line = Desk(event_loop), Line()
-    thread = threading.Thread(target=event_loop.attend, args=(line, desk.receive))
+    receiver, line = Receiver(event_loop), Line()
+    thread = threading.Thread(target=event_loop.serve, args=(line, receiver.receive))
     thread.start()
     line.far.send(b"a")
-    eventually(lambda: len(desk.received) == 1)
+    eventually(lambda: len(receiver.received) == 1)
     event_loop.close()
     thread.join(SECONDS)
     assert not thread.is_alive()
-    event_loop.attend(line, desk.receive)  # returns at once
+    event_loop.serve(line, receiver.receive)  # returns at once
     event_loop.close()
     line.close()
     eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
@@ -388,10 +388,10 @@ def test_closing_ends_all_and_leaves_no_descriptor() -> None:
 
 def test_it_closes_while_one_is_occupied() -> None:
     event_loop = EventLoop()
-    desk, line = Desk(event_loop), Line()
-    thread = threading.Thread(target=event_loop.attend, args=(line, desk.receive))
+    receiver, line = Receiver(event_loop), Line()
+    thread = threading.Thread(target=event_loop.serve, args=(line, receiver.receive))
     thread.start()
-    with occupied(desk, line):
+    with occupied(receiver, line):
         event_loop.close()
         thread.join(SECONDS)
         assert not thread.is_alive()

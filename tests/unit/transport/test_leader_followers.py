@@ -8,29 +8,29 @@ from gradwire.transport.leader_followers import InlinePolicy
 SLOW = 10 * INLINE_SECONDS
 
 
-def answer(pace: InlinePolicy, seconds: float) -> bool:
+def serve(policy: InlinePolicy, seconds: float) -> bool:
     """Whether it was expected to be brisk, and so took its time here."""
-    may_run_inline = pace.may_run_inline()
+    may_run_inline = policy.may_run_inline()
     if may_run_inline:
-        pace.took(seconds)
+        policy.took(seconds)
     return may_run_inline
 
 
 def test_one_that_takes_long_by_chance_says_nothing() -> None:
-    pace = InlinePolicy()
-    assert all(answer(pace, SLOW if number % 10 == 5 else 0.0) for number in range(100))
+    policy = InlinePolicy()
+    assert all(serve(policy, SLOW if number % 10 == 5 else 0.0) for number in range(100))
 
 
 def test_those_that_take_long_again_and_again_go_elsewhere() -> None:
-    pace = InlinePolicy()
-    here = sum(answer(pace, SLOW) for _ in range(1000))
+    policy = InlinePolicy()
+    here = sum(serve(policy, SLOW) for _ in range(1000))
     assert 2 <= here < 30
 
 
 def test_what_has_become_brisk_is_found_out() -> None:
-    pace = InlinePolicy()
+    policy = InlinePolicy()
     for _ in range(1000):
-        answer(pace, SLOW)
-    answers = [answer(pace, 0.0) for _ in range(1000)]
-    assert sum(answers) > 500
-    assert all(answers[-100:])
+        serve(policy, SLOW)
+    served = [serve(policy, 0.0) for _ in range(1000)]
+    assert sum(served) > 500
+    assert all(served[-100:])

@@ -106,7 +106,7 @@ def test_small_ones_leave_together_once_the_other_end_knows_their_segments(
     for id in (1, 2, 3):
         ends.send(id, Memory(SMALL))
     ends.outbox.flush()
-    ends.outbox.lent.give_back([ends.placed()[1] for _ in range(3)])
+    ends.outbox.segment_pool.give_back([ends.placed()[1] for _ in range(3)])
     writes: list[int] = []
     send = LocalOutbox._send
 
@@ -139,7 +139,7 @@ def test_a_small_one_behind_a_large_one_arrives_too(ends: Ends) -> None:
 
 def test_what_nobody_flushes_is_copied_all_the_same(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one who was to do so was interrupted."""
-    monkeypatch.setattr(local_outbox, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(local_outbox, "_CHECK_SECONDS", 0.01)
     ends.send(1, Memory(SMALL))
     assert ends.placed()[0] == 1
 
@@ -168,13 +168,13 @@ def test_segments_are_returned_with_what_is_written_next(ends: Ends) -> None:
 
 
 def test_segments_are_returned_if_nothing_is_written(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_outbox, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(local_outbox, "_CHECK_SECONDS", 0.01)
     ends.outbox.return_segment(7, SMALL)
     assert list(ends.next_frame().returned.segments) == [7]
 
 
 def test_large_segments_are_returned_at_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_outbox, "_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(local_outbox, "_CHECK_SECONDS", 3600.0)
     ends.send(1, Memory(LARGE))  # so that its thread waits for as long from now on
     assert ends.placed()[0] == 1
     ends.outbox.return_segment(7, LARGE)
@@ -187,7 +187,7 @@ def test_segments_are_used_again(ends: Ends) -> None:
         ends.send(id, Memory(SMALL))
         ends.outbox.flush()
         segment = ends.placed()[1]
-        ends.outbox.lent.give_back([segment])
+        ends.outbox.segment_pool.give_back([segment])
         used.add(segment)
     assert len(used) == 1
 

@@ -42,20 +42,20 @@ class Line:
         return data
 
 
-class Desk:
+class Receiver:
     """Settles the question that a frame names, and notes which thread did."""
 
     def __init__(self) -> None:
         self.futures: dict[bytes, ResponseFuture] = {}
         self.threads: list[str] = []
         self.work: Callable[[], None] = lambda: None
-        self.reading: LocalReader | None = None
+        self.reader: LocalReader | None = None
 
     def receive(self, frame: bytes) -> None:
         self.threads.append(threading.current_thread().name)
         if frame in self.futures:
             self.futures[frame].settle(Payload(frame))
-        elif self.reading is not None and self.reading.may_run_here():
+        elif self.reader is not None and self.reader.may_run_inline():
             self.work()
 
     def send_request(self, frame: bytes) -> ResponseFuture:
@@ -64,13 +64,13 @@ class Desk:
 
 
 @contextmanager
-def open_line(desk: Desk) -> Iterator[tuple[Line, LocalReader]]:
+def open_line(receiver: Receiver) -> Iterator[tuple[Line, LocalReader]]:
     line = Line()
-    reading = desk.reading = LocalReader(line, desk.receive)
-    thread = threading.Thread(target=reading.run, name="keeper")
+    reader = receiver.reader = LocalReader(line, receiver.receive)
+    thread = threading.Thread(target=reader.run, name="supervisor")
     thread.start()
     try:
-        yield line, reading
+        yield line, reader
     finally:
         line.far.close()
         thread.join(SECONDS)
@@ -78,59 +78,59 @@ def open_line(desk: Desk) -> Iterator[tuple[Line, LocalReader]]:
         line._near.close()
 
 
-def server_call(line: Line, reading: LocalReader, desk: Desk, frame: bytes) -> None:
-    future = desk.send_request(frame)
+def call(line: Line, reader: LocalReader, receiver: Receiver, frame: bytes) -> None:
+    future = receiver.send_request(frame)
     answering = threading.Timer(0.0, line.far.send, [frame])
     answering.start()
-    reading.read_for(future)
+    reader.read_for(future)
     assert future.result(SECONDS).body == frame
     answering.join()
 
 
 def test_one_who_asks_again_and_again_reads_the_answers_itself() -> None:
-    desk = Desk()
-    with open_line(desk) as (line, reading):
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
         for _ in range(200):
-            server_call(line, reading, desk, b"a")
-    assert desk.threads.count(threading.current_thread().name) > 0
+            call(line, reader, receiver, b"a")
+    assert receiver.threads.count(threading.current_thread().name) > 0
 
 
 def test_what_comes_unasked_is_read_soon_after() -> None:
-    desk = Desk()
-    with open_line(desk) as (line, reading):
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
         for number in range(20):
-            server_call(line, reading, desk, b"a")
+            call(line, reader, receiver, b"a")
             line.far.send(b"b")
-            eventually(lambda number=number: len(desk.threads) == 2 * number + 2)  # type: ignore[misc]
+            eventually(lambda number=number: len(receiver.threads) == 2 * number + 2)  # type: ignore[misc]
 
 
 def test_a_deadline_ends_the_wait_of_the_one_who_reads() -> None:
-    desk = Desk()
-    with open_line(desk) as (line, reading):
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
         for _ in range(5):
-            server_call(line, reading, desk, b"a")
-            late = desk.send_request(b"z")
+            call(line, reader, receiver, b"a")
+            late = receiver.send_request(b"z")
             threading.Timer(0.01, late.settle, [DeadlineExceeded("too late")]).start()
-            reading.read_for(late)
+            reader.read_for(late)
             with pytest.raises(DeadlineExceeded):
                 late.result(SECONDS)
 
 
 def test_many_who_wait_all_get_their_answers() -> None:
-    desk = Desk()
+    receiver = Receiver()
 
-    def ask_often(reading: LocalReader, line: Line, frame: bytes) -> None:
+    def call_often(reader: LocalReader, line: Line, frame: bytes) -> None:
         for _ in range(100):
-            future = desk.send_request(frame)
+            future = receiver.send_request(frame)
             line.far.send(frame)
-            reading.read_for(future)
+            reader.read_for(future)
             assert future.result(SECONDS).body == frame
             done.append(frame)
 
     done: list[bytes] = []
-    with open_line(desk) as (line, reading):
+    with open_line(receiver) as (line, reader):
         threads = [
-            threading.Thread(target=ask_often, args=(reading, line, bytes([number]))) for number in range(8)
+            threading.Thread(target=call_often, args=(reader, line, bytes([number]))) for number in range(8)
         ]
         for thread in threads:
             thread.start()
@@ -140,101 +140,101 @@ def test_many_who_wait_all_get_their_answers() -> None:
 
 
 def test_the_end_is_noticed_by_the_one_who_reads() -> None:
-    desk = Desk()
+    receiver = Receiver()
     line = Line()
-    reading = LocalReader(line, desk.receive)
-    keeper = threading.Thread(target=reading.run)
-    keeper.start()
-    future = desk.send_request(b"never")
+    reader = LocalReader(line, receiver.receive)
+    supervisor = threading.Thread(target=reader.run)
+    supervisor.start()
+    future = receiver.send_request(b"never")
     threading.Timer(0.02, line.far.close).start()
-    reading.read_for(future)
-    keeper.join(SECONDS)
-    assert not keeper.is_alive()
+    reader.read_for(future)
+    supervisor.join(SECONDS)
+    assert not supervisor.is_alive()
     assert not future.done()  # whoever keeps the link tells it
-    reading.read_for(future)  # returns at once
+    reader.read_for(future)  # returns at once
     line._near.close()
 
 
 def test_another_stands_in_for_one_who_is_occupied() -> None:
-    desk = Desk()
+    receiver = Receiver()
     occupied, release = threading.Event(), threading.Event()
 
     def work() -> None:
-        desk.work = lambda: None
+        receiver.work = lambda: None
         occupied.set()
         assert release.wait(SECONDS)
 
-    desk.work = work
-    with open_line(desk) as (line, _):
+    receiver.work = work
+    with open_line(receiver) as (line, _):
         line.far.send(b"w")
         assert occupied.wait(SECONDS)
         for number in range(1, 6):
             line.far.send(b"x")
-            eventually(lambda number=number: len(desk.threads) == 1 + number)  # type: ignore[misc]
-        assert "keeper" not in desk.threads[1:]
+            eventually(lambda number=number: len(receiver.threads) == 1 + number)  # type: ignore[misc]
+        assert "supervisor" not in receiver.threads[1:]
         release.set()
     eventually(lambda: not any(thread.name == "gradwire-follower" for thread in threading.enumerate()))
 
 
 def test_answers_to_one_who_asks_much_are_read_all_the_same() -> None:
-    desk = Desk()
-    with open_line(desk) as (line, reading):
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
         line.far.send(b"x")
-        eventually(lambda: len(desk.threads) == 1)
-        future = desk.send_request(b"a")
+        eventually(lambda: len(receiver.threads) == 1)
+        future = receiver.send_request(b"a")
         line.far.send(b"a")
         give_up_at = time.monotonic() + SECONDS
         while not future.done() and time.monotonic() < give_up_at:
-            reading.asked()
+            reader.note_request_sent()
             time.sleep(0.0001)
         assert future.done()
 
 
 def test_one_who_never_reads_is_not_kept_waiting() -> None:
     """Who awaits futures, say: the connection's own thread reads on and on."""
-    desk = Desk()
-    with open_line(desk) as (line, reading):
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
         for _ in range(20):
-            future = desk.send_request(b"a")
-            reading.asked()
+            future = receiver.send_request(b"a")
+            reader.note_request_sent()
             line.far.send(b"a")
             assert future.result(SECONDS).body == b"a"
-            assert reading._turn is not None
+            assert reader._leader is not None
 
 
 def test_one_who_waits_in_another_way_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """After calls whose answers a thread read itself, and although nobody looks whether anybody reads."""
     monkeypatch.setattr(local_reader, "watch", lambda _: None)
     monkeypatch.setattr(leader_followers, "_LIVENESS_SECONDS", SECONDS)
-    desk = Desk()
-    with open_line(desk) as (line, reading):
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
         for _ in range(20):
-            server_call(line, reading, desk, b"a")
-            future = desk.send_request(b"b")
-            reading.expect(future)
-            reading.expect(future)
+            call(line, reader, receiver, b"a")
+            future = receiver.send_request(b"b")
+            reader.read_in_background(future)
+            reader.read_in_background(future)
             line.far.send(b"b")
             assert future.result(SECONDS / 2).body == b"b"
-        reading.expect(desk.send_request(b"never"))  # so that somebody notices the end
+        reader.read_in_background(receiver.send_request(b"never"))  # so that somebody notices the end
 
 
 def test_answers_are_not_kept() -> None:
-    desk = Desk()
-    with open_line(desk) as (line, reading):
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
         for _ in range(50):
-            future = desk.send_request(b"a")
-            reading.expect(future)
+            future = receiver.send_request(b"a")
+            reader.read_in_background(future)
             line.far.send(b"a")
-            reading.read_for(future)
+            reader.read_for(future)
             assert future.result(SECONDS).body == b"a"
-        eventually(lambda: not reading._expecting)
+        eventually(lambda: not reader._awaited_futures)
 
 
 def test_no_descriptor_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    desk = Desk()
-    with open_line(desk) as (line, reading):
-        server_call(line, reading, desk, b"a")
+    receiver = Receiver()
+    with open_line(receiver) as (line, reader):
+        call(line, reader, receiver, b"a")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -271,22 +271,22 @@ def interrupted_at(number: int, code: CodeType, work: Callable[[], object]) -> b
     return False
 
 
-@pytest.mark.parametrize("function", [LocalReader.read_for, LocalReader._hand_on])
+@pytest.mark.parametrize("function", [LocalReader.read_for, LocalReader._stop_reading_as_caller])
 def test_whoever_is_interrupted_anywhere_leaves_the_turn_to_others(function: FunctionType) -> None:
     for number in itertools.count():
-        desk, line = Desk(), Line()
-        reading = LocalReader(line, desk.receive)
-        future = desk.send_request(b"a")
+        receiver, line = Receiver(), Line()
+        reader = LocalReader(line, receiver.receive)
+        future = receiver.send_request(b"a")
         line.far.send(b"a")
-        was_interrupted = interrupted_at(number, function.__code__, partial(reading.read_for, future))
-        keeper = threading.Thread(target=reading.run)
-        keeper.start()
-        later = desk.send_request(b"b")
+        was_interrupted = interrupted_at(number, function.__code__, partial(reader.read_for, future))
+        supervisor = threading.Thread(target=reader.run)
+        supervisor.start()
+        later = receiver.send_request(b"b")
         line.far.send(b"b")
         assert later.result(SECONDS).body == b"b"
         line.far.close()
-        keeper.join(SECONDS)
-        assert not keeper.is_alive()
+        supervisor.join(SECONDS)
+        assert not supervisor.is_alive()
         line._near.close()
         if not was_interrupted:
             break
@@ -294,22 +294,22 @@ def test_whoever_is_interrupted_anywhere_leaves_the_turn_to_others(function: Fun
 
 
 def test_an_interrupt_while_an_answer_is_taken_in_loses_nothing() -> None:
-    desk, line = Desk(), Line()
+    receiver, line = Receiver(), Line()
 
     def receive(frame: bytes) -> None:
         if frame == b"a":
             signal.raise_signal(signal.SIGINT)
-        desk.receive(frame)
+        receiver.receive(frame)
 
-    reading = LocalReader(line, receive)
-    own, another = desk.send_request(b"b"), desk.send_request(b"a")
+    reader = LocalReader(line, receive)
+    own, another = receiver.send_request(b"b"), receiver.send_request(b"a")
     line.far.send(b"a")
     with pytest.raises(KeyboardInterrupt):
-        reading.read_for(own)
+        reader.read_for(own)
     assert another.result(SECONDS).body == b"a"
     line.far.send(b"b")
-    reading.read_for(own)
+    reader.read_for(own)
     assert own.result(SECONDS).body == b"b"
     line.far.close()
-    reading.run()  # returns when it has ended
+    reader.run()  # returns when it has ended
     line._near.close()

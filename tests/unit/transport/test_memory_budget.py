@@ -16,8 +16,8 @@ def test_one_that_is_larger_than_everything_finds_room_when_it_is_alone() -> Non
 
 
 def test_all_links_share_the_room() -> None:
-    room = MemoryBudget(10)
-    one, other = Quota(8, room), Quota(8, room)
+    budget = MemoryBudget(10)
+    one, other = Quota(8, budget), Quota(8, budget)
     assert one.take(1, 6)
     assert not other.take(1, 6)
     assert other.take(1, 4)
@@ -28,8 +28,8 @@ def test_all_links_share_the_room() -> None:
 
 
 def test_giving_back_twice_is_giving_back_once() -> None:
-    room = MemoryBudget(10)
-    quota = Quota(10, room)
+    budget = MemoryBudget(10)
+    quota = Quota(10, budget)
     assert quota.take(1, 6)
     assert quota.take(2, 4)
     quota.give_back(1)

@@ -20,7 +20,7 @@ REQUEST = Request(id=1)
 
 
 @pytest.fixture
-def inbound() -> Reassembler:
+def reassembler() -> Reassembler:
     return Reassembler(max_bytes=1000)
 
 
@@ -28,15 +28,15 @@ def chunk(transfer: int, offset: int, total: int, data: bytes) -> Chunk:
     return Chunk(transfer, offset, total, data)
 
 
-def test_chunks_before_and_after_their_message_complete_it(inbound: Reassembler) -> None:
-    assert inbound.chunk(chunk(1, 0, 4, b"ab")) is None
-    assert inbound.message((False, 1), [1, 2], REQUEST) is None
-    assert inbound.chunk(chunk(2, 0, 1, b"x")) is None
-    assert inbound.held == 3
-    whole = inbound.chunk(chunk(1, 2, 4, b"cd"))
-    assert whole is not None
-    assert [buffer.tobytes() for buffer in whole[1]] == [b"abcd", b"x"]
-    assert inbound.held == 0
+def test_chunks_before_and_after_their_message_complete_it(reassembler: Reassembler) -> None:
+    assert reassembler.chunk(chunk(1, 0, 4, b"ab")) is None
+    assert reassembler.message((False, 1), [1, 2], REQUEST) is None
+    assert reassembler.chunk(chunk(2, 0, 1, b"x")) is None
+    assert reassembler.held == 3
+    complete = reassembler.chunk(chunk(1, 2, 4, b"cd"))
+    assert complete is not None
+    assert [buffer.tobytes() for buffer in complete[1]] == [b"abcd", b"x"]
+    assert reassembler.held == 0
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def test_chunks_before_and_after_their_message_complete_it(inbound: Reassembler)
     ],
 )
 def test_chunks_that_do_not_fit_are_refused(
-    inbound: Reassembler, pieces: list[tuple[int, int, int, bytes]], complaint: str
+    reassembler: Reassembler, pieces: list[tuple[int, int, int, bytes]], complaint: str
 ) -> None:
     *fitting, last = pieces
     for piece in fitting:
-        inbound.chunk(chunk(*piece))
+        reassembler.chunk(chunk(*piece))
     with pytest.raises(MalformedMessage, match=complaint):
-        inbound.chunk(chunk(*last))
+        reassembler.chunk(chunk(*last))
 
 
 @pytest.mark.parametrize("total", [1001, 1 << 60, (1 << 64) - 1])
-def test_a_total_over_the_limit_is_refused(inbound: Reassembler, total: int) -> None:
+def test_a_total_over_the_limit_is_refused(reassembler: Reassembler, total: int) -> None:
     with pytest.raises(ResourceExhausted, match=f"{total} bytes exceed the limit of 1000 bytes"):
-        inbound.chunk(chunk(1, 0, total, b"x"))
-    assert inbound.held == 0
+        reassembler.chunk(chunk(1, 0, total, b"x"))
+    assert reassembler.held == 0
 
 
 def test_a_total_that_no_memory_can_hold_is_refused() -> None:
@@ -75,167 +75,167 @@ def test_a_total_that_no_memory_can_hold_is_refused() -> None:
         Reassembler(max_bytes=1 << 62).chunk(chunk(1, 0, 1 << 62, b"x"))
 
 
-def test_attachments_that_together_are_over_the_limit_are_refused(inbound: Reassembler) -> None:
-    inbound.message((False, 1), [1, 2], REQUEST)
-    inbound.chunk(chunk(1, 0, 600, b"x"))
+def test_attachments_that_together_are_over_the_limit_are_refused(reassembler: Reassembler) -> None:
+    reassembler.message((False, 1), [1, 2], REQUEST)
+    reassembler.chunk(chunk(1, 0, 600, b"x"))
     with pytest.raises(ResourceExhausted, match="1200 bytes exceed the limit"):
-        inbound.chunk(chunk(2, 0, 600, b"x"))
+        reassembler.chunk(chunk(2, 0, 600, b"x"))
 
 
-def test_transfers_that_were_chosen_to_collide_are_refused(inbound: Reassembler) -> None:
+def test_transfers_that_were_chosen_to_collide_are_refused(reassembler: Reassembler) -> None:
     with pytest.raises(MalformedMessage, match="in each other's way"):
-        inbound.message((False, 1), keys_in_each_others_way(4096, 2000, 600), REQUEST)
+        reassembler.message((False, 1), keys_in_each_others_way(4096, 2000, 600), REQUEST)
 
 
 @pytest.mark.parametrize("transfers", [[1, 1], [3, 1, 3]])
-def test_a_transfer_belongs_to_one_message_once(inbound: Reassembler, transfers: list[int]) -> None:
+def test_a_transfer_belongs_to_one_message_once(reassembler: Reassembler, transfers: list[int]) -> None:
     with pytest.raises(MalformedMessage, match="twice"):
-        inbound.message((False, 1), transfers, REQUEST)
+        reassembler.message((False, 1), transfers, REQUEST)
 
 
-def test_a_transfer_belongs_to_one_message(inbound: Reassembler) -> None:
-    inbound.message((False, 1), [1], REQUEST)
+def test_a_transfer_belongs_to_one_message(reassembler: Reassembler) -> None:
+    reassembler.message((False, 1), [1], REQUEST)
     with pytest.raises(MalformedMessage, match="twice"):
-        inbound.message((False, 2), [1], REQUEST)
+        reassembler.message((False, 2), [1], REQUEST)
 
 
-def test_a_transfer_that_will_not_come_cannot_be_waited_for(inbound: Reassembler) -> None:
-    inbound.chunk(chunk(5, 0, 1, b"x"))
+def test_a_transfer_that_will_not_come_cannot_be_waited_for(reassembler: Reassembler) -> None:
+    reassembler.chunk(chunk(5, 0, 1, b"x"))
     with pytest.raises(MalformedMessage, match="transfer 3 was named as an attachment, but will not come"):
-        inbound.message((False, 1), [3], REQUEST)
+        reassembler.message((False, 1), [3], REQUEST)
 
 
-def test_requests_come_in_order(inbound: Reassembler) -> None:
-    inbound.message((False, 2), [], REQUEST)
+def test_requests_come_in_order(reassembler: Reassembler) -> None:
+    reassembler.message((False, 2), [], REQUEST)
     with pytest.raises(MalformedMessage, match="request 1 came after request 2"):
-        inbound.message((False, 1), [], REQUEST)
+        reassembler.message((False, 1), [], REQUEST)
 
 
-def test_a_second_answer_to_one_question_is_refused(inbound: Reassembler) -> None:
-    inbound.message((True, 1), [1], link_pb2.Response(id=1))
+def test_a_second_answer_to_one_question_is_refused(reassembler: Reassembler) -> None:
+    reassembler.message((True, 1), [1], link_pb2.Response(id=1))
     with pytest.raises(MalformedMessage, match="a second answer"):
-        inbound.message((True, 1), [2], link_pb2.Response(id=1))
+        reassembler.message((True, 1), [2], link_pb2.Response(id=1))
 
 
-def test_what_was_skipped_is_thrown_away_when_it_comes(inbound: Reassembler) -> None:
-    inbound.skip((False, 1), [1, 2])
+def test_what_was_skipped_is_thrown_away_when_it_comes(reassembler: Reassembler) -> None:
+    reassembler.skip((False, 1), [1, 2])
     for transfer in (1, 2):
-        assert inbound.chunk(chunk(transfer, 0, 4, b"ab")) is None
-        assert inbound.chunk(chunk(transfer, 2, 4, b"cd")) is None
-    assert inbound.held == 0
-    assert inbound._unwanted == set()
+        assert reassembler.chunk(chunk(transfer, 0, 4, b"ab")) is None
+        assert reassembler.chunk(chunk(transfer, 2, 4, b"cd")) is None
+    assert reassembler.held == 0
+    assert reassembler._unwanted == set()
 
 
-def test_what_is_remembered_of_cancellations_is_bounded(inbound: Reassembler) -> None:
-    inbound.MAX_EXPECTED = 10  # type: ignore[misc]
+def test_what_is_remembered_of_cancellations_is_bounded(reassembler: Reassembler) -> None:
+    reassembler.MAX_EXPECTED = 10  # type: ignore[misc]
     for id in range(1, 11):
-        inbound.drop((False, id))
+        reassembler.drop((False, id))
     with pytest.raises(ResourceExhausted):
-        inbound.drop((False, 11))
+        reassembler.drop((False, 11))
     # Requests come in order: those before this one never will.
-    assert inbound.message((False, 10), [], REQUEST) is None
+    assert reassembler.message((False, 10), [], REQUEST) is None
     for id in range(11, 21):
-        inbound.drop((False, id))
-    assert inbound._cancelled == set(range(11, 21))
+        reassembler.drop((False, id))
+    assert reassembler._cancelled == set(range(11, 21))
 
 
 def test_what_has_half_come_goes_with_the_streams() -> None:
-    inbound = Reassembler(1 << 30)
+    reassembler = Reassembler(1 << 30)
     idle = buffers._buffers.idle_bytes
-    inbound.message((False, 1), [1], REQUEST)
+    reassembler.message((False, 1), [1], REQUEST)
     for transfer in (1, 2):
-        inbound.chunk(chunk(transfer, 0, 4 << 20, bytes(3 << 20)))
-    assert inbound.held == 6 << 20
-    inbound.close()
-    assert inbound.held == 0
-    assert (inbound._transfers, inbound._waiting, inbound._wanted_by) == ({}, {}, {})
+        reassembler.chunk(chunk(transfer, 0, 4 << 20, bytes(3 << 20)))
+    assert reassembler.held == 6 << 20
+    reassembler.close()
+    assert reassembler.held == 0
+    assert (reassembler._transfers, reassembler._waiting, reassembler._wanted_by) == ({}, {}, {})
     # Back to the system: it is not kept for later, since nothing of the kind may ever come.
     assert buffers._buffers.idle_bytes <= idle
 
 
-def test_only_so_many_attachments_begin_at_a_time(inbound: Reassembler) -> None:
-    inbound.MAX_BEGUN = 10  # type: ignore[misc]
+def test_only_so_many_attachments_begin_at_a_time(reassembler: Reassembler) -> None:
+    reassembler.MAX_BEGUN = 10  # type: ignore[misc]
     for transfer in range(1, 11):
-        inbound.chunk(chunk(transfer, 0, 2, b"x"))
+        reassembler.chunk(chunk(transfer, 0, 2, b"x"))
     with pytest.raises(ResourceExhausted, match="more than 10 attachments"):
-        inbound.chunk(chunk(11, 0, 2, b"x"))
+        reassembler.chunk(chunk(11, 0, 2, b"x"))
 
 
 def test_what_is_kept_for_no_message_is_counted_as_the_memory_that_it_takes() -> None:
-    inbound = Reassembler(1 << 30, Quota(40_960, MemoryBudget()), name_within=0.01)
+    reassembler = Reassembler(1 << 30, Quota(40_960, MemoryBudget()), orphan_timeout=0.01)
     for transfer in range(1, 11):
-        inbound.chunk(chunk(transfer, 0, 2 << 20, b"x"))
+        reassembler.chunk(chunk(transfer, 0, 2 << 20, b"x"))
     with pytest.raises(MalformedMessage, match="belongs to no message"):
-        inbound.chunk(chunk(11, 0, 2 << 20, b"x"))
+        reassembler.chunk(chunk(11, 0, 2 << 20, b"x"))
     # What finds its message, or is not wanted, no longer counts.
-    inbound.message((False, 1), [1, 2], REQUEST)
-    inbound.skip((True, 1), [3])
-    assert inbound._nameless == 7 * 4096
+    reassembler.message((False, 1), [1, 2], REQUEST)
+    reassembler.skip((True, 1), [3])
+    assert reassembler._orphan_bytes == 7 * 4096
     for transfer in range(12, 15):
-        inbound.chunk(chunk(transfer, 0, 2 << 20, b"x"))
+        reassembler.chunk(chunk(transfer, 0, 2 << 20, b"x"))
 
 
 def test_more_than_there_is_room_for_waits_for_its_message() -> None:
-    inbound = Reassembler(1000, Quota(10, MemoryBudget()), name_within=20.0)
-    assert inbound.chunk(chunk(1, 0, 20, b"0123456789")) is None
+    reassembler = Reassembler(1000, Quota(10, MemoryBudget()), orphan_timeout=20.0)
+    assert reassembler.chunk(chunk(1, 0, 20, b"0123456789")) is None
     with ThreadPoolExecutor() as pool:
-        rest = pool.submit(inbound.chunk, chunk(1, 10, 20, b"0123456789"))
+        rest = pool.submit(reassembler.chunk, chunk(1, 10, 20, b"0123456789"))
         # Larger than all the room, but alone.
-        assert inbound.message((False, 1), [1], Request(id=1)) is None
-        whole = rest.result(20)
-    assert whole is not None
-    assert bytes(whole[1][0]) == b"0123456789" * 2  # type: ignore[index]
+        assert reassembler.message((False, 1), [1], Request(id=1)) is None
+        complete = rest.result(20)
+    assert complete is not None
+    assert bytes(complete[1][0]) == b"0123456789" * 2  # type: ignore[index]
 
 
 def test_more_than_there_is_room_for_without_a_message_is_refused() -> None:
-    inbound = Reassembler(1000, Quota(10, MemoryBudget()), name_within=0.01)
-    inbound.chunk(chunk(1, 0, 20, b"0123456789"))
+    reassembler = Reassembler(1000, Quota(10, MemoryBudget()), orphan_timeout=0.01)
+    reassembler.chunk(chunk(1, 0, 20, b"0123456789"))
     with pytest.raises(MalformedMessage, match="belongs to no message"):
-        inbound.chunk(chunk(1, 10, 20, b"0123456789"))
+        reassembler.chunk(chunk(1, 10, 20, b"0123456789"))
 
 
 def test_nobody_waits_for_a_message_once_the_streams_have_ended() -> None:
-    inbound = Reassembler(1000, Quota(10, MemoryBudget()), name_within=600.0)
-    inbound.chunk(chunk(1, 0, 20, b"0123456789"))
+    reassembler = Reassembler(1000, Quota(10, MemoryBudget()), orphan_timeout=600.0)
+    reassembler.chunk(chunk(1, 0, 20, b"0123456789"))
     with ThreadPoolExecutor() as pool:
-        rest = pool.submit(inbound.chunk, chunk(1, 10, 20, b"0123456789"))
-        inbound.close()
+        rest = pool.submit(reassembler.chunk, chunk(1, 10, 20, b"0123456789"))
+        reassembler.close()
         assert rest.result(20) is None
 
 
 def test_a_large_body_counts_as_attachments_do() -> None:
     quota = Quota(LARGE_BYTES + 10, MemoryBudget())
-    inbound = Reassembler(1000, quota)
+    reassembler = Reassembler(1000, quota)
     small, large = Request(id=1, body=bytes(LARGE_BYTES - 1)), Request(id=2, body=bytes(LARGE_BYTES))
-    assert inbound.message((False, 1), [], small) == (small, ())
-    assert inbound.message((False, 2), [], large) == (large, ())
-    assert inbound.message((False, 3), [1], Request(id=3)) is None
-    assert inbound.chunk(chunk(1, 0, 11, b"0123")) == (Request(id=3), None)
+    assert reassembler.message((False, 1), [], small) == (small, ())
+    assert reassembler.message((False, 2), [], large) == (large, ())
+    assert reassembler.message((False, 3), [1], Request(id=3)) is None
+    assert reassembler.chunk(chunk(1, 0, 11, b"0123")) == (Request(id=3), None)
     another = Request(id=4, body=bytes(LARGE_BYTES))
-    assert inbound.message((False, 4), [2], another) == (another, None)
-    assert inbound.chunk(chunk(2, 0, 1, b"x")) is None
-    assert inbound.held == 0
+    assert reassembler.message((False, 4), [2], another) == (another, None)
+    assert reassembler.chunk(chunk(2, 0, 1, b"x")) is None
+    assert reassembler.held == 0
     quota.give_back(2)
-    assert inbound.message((False, 5), [], Request(id=5, body=large.body)) is not None
+    assert reassembler.message((False, 5), [], Request(id=5, body=large.body)) is not None
     # Answers were asked for.
-    answer = Response(id=1, body=large.body)
-    assert inbound.message((True, 1), [], answer) == (answer, ())
+    response = Response(id=1, body=large.body)
+    assert reassembler.message((True, 1), [], response) == (response, ())
 
 
 def test_what_has_no_room_is_refused_and_the_rest_of_it_ignored() -> None:
     quota = Quota(10, MemoryBudget())
-    inbound = Reassembler(1000, quota)
-    assert inbound.message((False, 1), [1], Request(id=1)) is None
-    assert inbound.chunk(chunk(1, 0, 8, b"0123")) is None
+    reassembler = Reassembler(1000, quota)
+    assert reassembler.message((False, 1), [1], Request(id=1)) is None
+    assert reassembler.chunk(chunk(1, 0, 8, b"0123")) is None
     second = Request(id=2)
-    assert inbound.message((False, 2), [2, 3], second) is None
-    assert inbound.chunk(chunk(2, 0, 8, b"0123")) == (second, None)
-    assert inbound.chunk(chunk(2, 4, 8, b"4567")) is None
-    assert inbound.chunk(chunk(3, 0, 8, b"01234567")) is None
-    assert inbound.held == 4
+    assert reassembler.message((False, 2), [2, 3], second) is None
+    assert reassembler.chunk(chunk(2, 0, 8, b"0123")) == (second, None)
+    assert reassembler.chunk(chunk(2, 4, 8, b"4567")) is None
+    assert reassembler.chunk(chunk(3, 0, 8, b"01234567")) is None
+    assert reassembler.held == 4
     # Answers were asked for.
-    assert inbound.message((True, 1), [4], Response(id=1)) is None
-    assert inbound.chunk(chunk(4, 0, 20, b"0123")) is None
-    inbound.close()
+    assert reassembler.message((True, 1), [4], Response(id=1)) is None
+    assert reassembler.chunk(chunk(4, 0, 20, b"0123")) is None
+    reassembler.close()
     assert quota.take(9, 10)
     assert not quota.take(10, 1)

@@ -20,14 +20,14 @@ class Pair:
     """A lender and a borrower, without a socket between."""
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
-        self.lent = SegmentPool(max_bytes)
+        self.segment_pool = SegmentPool(max_bytes)
         unused = self.unused = list[int]()
         # Without a cycle, which would keep all that is mapped until the collector comes.
         self.borrowed = MappedSegments(max_bytes, lambda id, _: unused.append(id))
 
     def pass_on(self, content: bytes) -> tuple[int, segments.Buffer]:
         """The segment's id, and what the borrower sees."""
-        segment = self.lent.take(len(content))
+        segment = self.segment_pool.take(len(content))
         assert segment is not None
         if segment.descriptor is not None:
             self.borrowed.map(segment.id, segment.size, os.dup(segment.descriptor))
@@ -37,7 +37,7 @@ class Pair:
 
     def settle(self) -> None:
         gc.collect()
-        self.lent.give_back(self.unused)
+        self.segment_pool.give_back(self.unused)
         self.unused.clear()
 
 
@@ -81,23 +81,23 @@ def test_any_view_keeps_the_segment(view_of: object) -> None:
 def test_room_is_limited_over_all_links_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_total", segments._Total())
     one, other = Pair(8 * MIB), Pair(8 * MIB)
-    taken = [one.lent.take(2 * MIB) for _ in range(3)]
+    taken = [one.segment_pool.take(2 * MIB) for _ in range(3)]
     assert all(taken)
-    assert other.lent.take(2 * MIB) is not None
-    assert other.lent.take(1) is None
-    one.lent.close()
-    assert other.lent.take(1) is not None
-    other.lent.close()
+    assert other.segment_pool.take(2 * MIB) is not None
+    assert other.segment_pool.take(1) is None
+    one.segment_pool.close()
+    assert other.segment_pool.take(1) is not None
+    other.segment_pool.close()
 
 
 def test_idle_segments_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     id, seen = pair.pass_on(b"a" * MIB)
     monkeypatch.setattr(segments, "_IDLE_SECONDS", 0.0)
-    assert pair.lent.trim() == []  # it is in use
+    assert pair.segment_pool.trim() == []  # it is in use
     del seen
     pair.settle()
-    assert pair.lent.trim() == [id]
+    assert pair.segment_pool.trim() == [id]
     pair.borrowed.drop([id])
     with pytest.raises(MalformedMessage):
         pair.borrowed.use(id, 1)
@@ -107,7 +107,7 @@ def test_what_was_received_outlives_the_link() -> None:
     pair = Pair()
     id, seen = pair.pass_on(b"a" * MIB)
     pair.borrowed.drop([id])
-    pair.lent.close()
+    pair.segment_pool.close()
     del pair
     gc.collect()
     assert seen.tobytes() == b"a" * MIB
@@ -125,7 +125,7 @@ def test_a_segment_is_not_filled_while_it_is_in_use() -> None:
     with pytest.raises(MalformedMessage, match="no such room"):
         pair.borrowed.use(id, 2 * MIB)
     with pytest.raises(MalformedMessage, match="not lent"):
-        pair.lent.give_back([99])
+        pair.segment_pool.give_back([99])
 
 
 def test_memory_that_could_be_cut_short_is_refused() -> None:

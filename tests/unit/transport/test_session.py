@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message
-from tests.conformance.ends import Memory, Node
+from tests.conformance.ends import Memory, Peer
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
@@ -32,7 +32,7 @@ class Pair:
     """Two sessions; nothing moves unless it is told to."""
 
     def __init__(self) -> None:
-        self.here, self.there = Node("here"), Node("there")
+        self.here, self.there = Peer("here"), Peer("there")
         self.left = Session(self.here.identity, self.there.identity, self.here.handle, SETTINGS)
         self.right = Session(self.there.identity, self.here.identity, self.there.handle, SETTINGS)
         self.reconnect()
@@ -83,18 +83,18 @@ def test_a_question_sent_again_with_its_attachments_runs_once_even_if_the_answer
     future = pair.left.send_request(PING, b"once", [Memory(bytes(100))])
     pair.control_to_right()
     pair.bulk_to_right()
-    assert pair.there.asked == [b"once"]
+    assert pair.there.received == [b"once"]
     pair.reconnect()  # the answer was lost; question and answer are sent again
     pair.control_to_right()
     pair.control_to_left()
     pair.bulk_to_left()
     assert future.done()
     pair.control_to_right()  # the acknowledgement: the right end forgets the question ...
-    assert pair.right._served == {}
+    assert pair.right._inbound_calls == {}
     pair.bulk_to_right()  # ... and only then its attachments come again
     pair.run()
-    assert pair.there.asked == [b"once"]
-    assert pair.right_streams.inbound.held == 0
+    assert pair.there.received == [b"once"]
+    assert pair.right_streams.reassembler.held == 0
 
 
 def test_what_replaced_streams_still_deliver_is_ignored(pair: Pair) -> None:
@@ -103,9 +103,9 @@ def test_what_replaced_streams_still_deliver_is_ignored(pair: Pair) -> None:
     stale = pair.right_streams
     pair.reconnect()
     pair.right.receive(late, stale)
-    assert pair.there.asked == []
+    assert pair.there.received == []
     pair.run()
-    assert pair.there.asked == [b"question"]
+    assert pair.there.received == [b"question"]
     assert future.result(0).body == b"question"
 
 
@@ -113,15 +113,15 @@ def test_an_answer_on_replaced_streams_is_ignored_and_comes_again(pair: Pair) ->
     future = pair.left.send_request(PING, b"question", [Memory(bytes(30))])
     pair.control_to_right()
     pair.bulk_to_right()
-    answer, stale = next(pair.right_streams.control), pair.left_streams
+    response, stale = next(pair.right_streams.control), pair.left_streams
     pair.reconnect()
-    pair.left.receive(answer, stale)
+    pair.left.receive(response, stale)
     assert not future.done()
     pair.run()
     assert future.result(0).attachments[0].tobytes() == bytes(30)
     pair.left.send_request(PING, b"")
     pair.run()
-    assert set(pair.right._served) <= {2}
+    assert set(pair.right._inbound_calls) <= {2}
 
 
 def test_an_acknowledgement_that_was_lost_is_given_again(pair: Pair) -> None:
@@ -132,10 +132,10 @@ def test_an_acknowledgement_that_was_lost_is_given_again(pair: Pair) -> None:
     pair.bulk_to_left()
     assert future.done()
     pair.reconnect()
-    assert len(pair.right._served) == 1
+    assert len(pair.right._inbound_calls) == 1
     pair.run()
-    assert pair.right._served == {}
-    assert pair.left_streams.inbound.held == 0
+    assert pair.right._inbound_calls == {}
+    assert pair.left_streams.reassembler.held == 0
 
 
 def test_a_cancellation_that_overtakes_its_question_keeps_it_from_running(pair: Pair) -> None:
@@ -145,9 +145,9 @@ def test_a_cancellation_that_overtakes_its_question_keeps_it_from_running(pair: 
     pair.bulk_to_right()
     pair.control_to_right()
     pair.run()
-    assert pair.there.asked == []
-    assert pair.right_streams.inbound.held == 0
-    assert pair.right_streams.inbound._cancelled == set()
+    assert pair.there.received == []
+    assert pair.right_streams.reassembler.held == 0
+    assert pair.right_streams.reassembler._cancelled == set()
 
 
 def test_a_cancellation_before_the_first_chunk_leaves_nothing_behind(pair: Pair) -> None:
@@ -158,13 +158,13 @@ def test_a_cancellation_before_the_first_chunk_leaves_nothing_behind(pair: Pair)
     follow_up = pair.left.send_request(PING, b"next", [Memory(bytes(50))])
     pair.run()
     assert follow_up.done()
-    assert pair.there.asked == [b"next"]
-    assert pair.right_streams.inbound._unwanted == set()
+    assert pair.there.received == [b"next"]
+    assert pair.right_streams.reassembler._unwanted == set()
 
 
 def test_an_answer_for_nobody_is_dropped_whatever_its_chunks_do(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
-    pair.there.answer = server_calls.append
+    pair.there.respond = server_calls.append
     future = pair.left.send_request(PING, b"")
     pair.control_to_right()
     server_calls[0].respond(b"", [Memory(bytes(100))])
@@ -172,8 +172,8 @@ def test_an_answer_for_nobody_is_dropped_whatever_its_chunks_do(pair: Pair) -> N
     future.cancel()
     pair.control_to_left()
     pair.run()
-    assert pair.left_streams.inbound.held == 0
-    assert pair.right._served == {}
+    assert pair.left_streams.reassembler.held == 0
+    assert pair.right._inbound_calls == {}
     assert not pair.right_streams.bulk._transfers
 
 
@@ -185,12 +185,12 @@ def test_what_is_asked_while_the_streams_are_cut_is_sent_over_the_next(pair: Pai
     pair.reconnect()
     pair.run()
     assert future.result(0).body == b"patience"
-    assert pair.there.asked == [b"patience"]
+    assert pair.there.received == [b"patience"]
 
 
 def test_a_cancellation_that_was_lost_in_a_cut_is_sent_again(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
-    pair.there.answer = server_calls.append
+    pair.there.respond = server_calls.append
     future = pair.left.send_request(PING, b"")
     pair.control_to_right()
     future.cancel()
@@ -201,7 +201,7 @@ def test_a_cancellation_that_was_lost_in_a_cut_is_sent_again(pair: Pair) -> None
 
 def test_what_is_cancelled_while_the_streams_are_cut_is_told_over_the_next(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
-    pair.there.answer = server_calls.append
+    pair.there.respond = server_calls.append
     future = pair.left.send_request(PING, b"", [Memory(bytes(30))])
     pair.run()
     pair.left.detach(pair.left_streams)
@@ -216,7 +216,7 @@ def test_what_is_cancelled_while_the_streams_are_cut_is_told_over_the_next(pair:
 
 def test_a_cancelled_question_is_remembered_until_it_is_answered(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
-    pair.there.answer = server_calls.append
+    pair.there.respond = server_calls.append
     pair.left.send_request(PING, b"").cancel()
     pair.run()
     assert list(pair.left._withdrawn) == [1]
@@ -233,7 +233,7 @@ def test_what_is_remembered_of_withdrawn_questions_is_bounded(pair: Pair) -> Non
 
 def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
-    pair.there.answer = server_calls.append
+    pair.there.respond = server_calls.append
     future = pair.left.send_request(PING, b"")
     pair.control_to_right()
     pair.right.receive(
@@ -262,14 +262,14 @@ def test_acknowledgements_do_not_pile_up(pair: Pair) -> None:
     for _ in range(100):
         pair.left.send_request(PING, b"")
         pair.run()
-        assert len(pair.right._served) <= 32
+        assert len(pair.right._inbound_calls) <= 32
         assert len(pair.left._to_acknowledge) <= 32
 
 
 def test_a_large_answer_is_acknowledged_at_once(pair: Pair) -> None:
     pair.left.send_request(PING, bytes(100_000))
     pair.run()
-    assert pair.right._served == {}
+    assert pair.right._inbound_calls == {}
 
 
 def test_answers_count_as_delivered_when_they_are_acknowledged(pair: Pair) -> None:
@@ -283,8 +283,8 @@ def test_answers_count_as_delivered_when_they_are_acknowledged(pair: Pair) -> No
 
 def test_a_frame_over_the_limit_is_refused() -> None:
     settings = LinkSettings(max_body_bytes=1000)
-    node = Node("here")
-    session = Session(node.identity, node.identity, node.handle, settings)
+    peer = Peer("here")
+    session = Session(peer.identity, peer.identity, peer.handle, settings)
     streams = StreamPair(settings, session.quota)
     session.attach(streams)
     with pytest.raises(errors.ResourceExhausted, match="exceeds the limit of 1000 bytes"):
@@ -315,7 +315,7 @@ def test_a_request_that_comes_twice_over_the_same_streams_breaks_the_protocol(pa
     pair.right.receive(data, pair.right_streams)
     with pytest.raises(errors.MalformedMessage, match="request 1 came after request 1"):
         pair.right.receive(data, pair.right_streams)
-    assert pair.there.asked == [b"once"]
+    assert pair.there.received == [b"once"]
 
 
 class Watched:
@@ -346,8 +346,8 @@ def test_a_body_is_copied_out_of_its_message_once(
     monkeypatch.setattr(frames, "parse", lambda data: [Watched(frame, copies) for frame in parse(data)])
     attachments = [Memory(b"x" * 25)] if attached else []
     body = b"q" * (100 << 10)
-    asked = pair.left.send_request(PING, body, attachments)
+    future = pair.left.send_request(PING, body, attachments)
     pair.run()  # it is answered with the same
-    assert pair.there.asked == [body]
-    assert asked.result(0).body == body
+    assert pair.there.received == [body]
+    assert future.result(0).body == body
     assert copies == [len(body), len(body)]
