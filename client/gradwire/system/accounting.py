@@ -1,4 +1,4 @@
-"""What the stores of things that are held for clients have in common."""
+"""Accounting for the stores of objects that are held for clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["InUse", "Tally"]
 
 
 class Tally:
-    """How much each client has, and all together. Whoever owns it guards it; to read needs no lock."""
+    """An amount per client, and the total. The owner's lock guards changes; reading needs no lock."""
 
     __slots__ = ("_of", "total")
 
@@ -22,7 +22,7 @@ class Tally:
         return self._of.get(client, 0)
 
     def add(self, client: int | None, amount: int) -> None:
-        """Less, if it is negative."""
+        """Adds to a client's amount; subtracts if `amount` is negative."""
         has = self._of.get(client, 0) + amount
         if has:
             self._of[client] = has
@@ -37,7 +37,8 @@ class Used(Protocol):
 
 
 class InUse:
-    """A block in which something is used, so that it is not let go of for being idle. None: nothing is."""
+    """A block in which an entry of a store is in use, so that it is not freed for
+    being idle. None: no entry."""
 
     __slots__ = ("_lock", "_used")
 

@@ -1,7 +1,7 @@
-"""What people want to have called when an answer is there, on threads that read no link.
+"""Runs users' callbacks for responses, on threads that read no link.
 
-A callback may take long, or wait for another answer, or for another callback. Most take no time: so one
-thread calls them in turn, and another goes on if one of them takes long.
+A callback may take long, or wait for another response or another callback. Most are fast, so one thread calls
+them in turn; another thread takes over if a callback takes long.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["call_each", "call_elsewhere"]
 log = logging.getLogger("gradwire.link")
 
 _IDLE_SECONDS = 1.0
-"""Without a callback for so long, the thread ends."""
+"""A thread without a callback to call ends after this long."""
 
 
 def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
-    """Calls all of them; one that fails is logged and keeps no other from being called."""
+    """Calls all callbacks; an error in one is logged and does not keep the others from being called."""
     for callback in callbacks:
         try:
             callback()
@@ -33,16 +33,16 @@ def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
 
 
 class _Callbacks:
-    """Callbacks that wait for their turn."""
+    """The queue of callbacks, and the thread that calls them."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # destructors, at any moment, may settle what has callbacks
+        self._lock = threading.RLock()  # a destructor, at any moment, may settle a future with callbacks
         self._arrived = threading.Condition(self._lock)
         self._waiting: deque[Callable[[], object]] = deque()
         self._caller: object | None = None
-        """Stands for the thread that takes the next."""
+        """A token of the thread that takes the next callback."""
         self._busy_since = 0.0
-        """Since when it is occupied with one. 0: it is not."""
+        """Since when that thread has been in a callback; 0 if it is not in one."""
 
     def add(self, callback: Callable[[], object]) -> None:
         with self._lock:
@@ -54,7 +54,8 @@ class _Callbacks:
         watch(self)
 
     def check(self, now: float) -> bool:
-        """Has another thread go on if the one that calls is occupied for long. Whether any wait."""
+        """Called by the watchdog: starts another thread if the current one is busy for long.
+        Returns whether callbacks wait."""
         with self._lock:
             if not self._waiting:
                 return False
@@ -65,13 +66,13 @@ class _Callbacks:
             return True
 
     def _start(self) -> None:
-        """With the lock held."""
+        """Starts a thread that takes over calling. The lock is held."""
         me = object()
         thread = threading.Thread(target=self._call_on, args=(me,), name="gradwire-callback", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            log.warning("no thread can be had: %s", error)  # it is tried again
+            log.warning("cannot start a thread: %s", error)  # the watchdog tries again
         else:
             self._caller, self._busy_since = me, 0.0
 
@@ -82,7 +83,7 @@ class _Callbacks:
                     self._busy_since = 0.0
                     self._arrived.wait_for(lambda: self._waiting or self._caller is not me, _IDLE_SECONDS)
                 if self._caller is not me:
-                    return  # another goes on
+                    return  # another thread has taken over
                 if not self._waiting:
                     self._caller = None
                     return
@@ -99,7 +100,7 @@ _callbacks = _Callbacks()
 
 
 def call_elsewhere(callback: Callable[[], object]) -> None:
-    """Has it called soon, on another thread. It may wait for whatever it likes."""
+    """Calls back soon, on another thread. The callback may block."""
     _callbacks.add(callback)
 
 

@@ -1,8 +1,9 @@
-"""Holding Ctrl-C back while something goes on that must not stop halfway."""
+"""Delays Ctrl-C during work that must not stop halfway."""
 
 from __future__ import annotations
 
-# What `signal` wraps, which takes thirty times as long: too long for each message that is read.
+# `_signal` is what `signal` wraps. The wrapper takes thirty times as long, too
+# long for each received message.
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
@@ -15,20 +16,20 @@ _SIGINT = int(signal.SIGINT)
 
 
 class Uninterrupted:
-    """A block that no key stops: an interrupt that comes meanwhile takes effect at its end.
+    """A block that Ctrl-C does not interrupt: an interrupt that arrives meanwhile takes effect at its end.
 
-    Only the main thread is ever interrupted; on others this does nothing.
+    Python interrupts the main thread only; on other threads this does nothing.
     """
 
     _handler: object = None
-    """What handles interrupts otherwise."""
+    """The handler that was installed before."""
     _has_come = False
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         handler = _signal.getsignal(_SIGINT)
-        if callable(handler):  # else it raises nothing: it is ignored, say
+        if callable(handler):  # otherwise an interrupt raises nothing, for example because it is ignored
             _signal.signal(_SIGINT, self._note)
             self._handler = handler
 

@@ -1,4 +1,5 @@
-"""The threads that gradwire computes on: what they need to do so, and how a process ends in spite of them."""
+"""Threads that run users' functions: how torch is set up on them, and how a
+process ends while they still run."""
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ Task = Callable[[], None]
 
 
 _computing: set[int] = set()
-"""The identifiers of the threads that are within `computing`."""
+"""The identifiers of the threads that are within a `computing` block."""
 
 
 class computing:
-    """Around served functions and backwards for others, on whatever thread they run. Cheap, so for each anew.
+    """A block that runs a served function, or backward for another peer, on any thread. It
+    is cheap enough for each call.
 
-    Makes `torch.set_num_threads` hold: torch passes the number on to OpenMP and MKL when a thread first asks
-    for it. On a thread that has not, a matrix product uses all cores, and its sums come out in another order
-    than everywhere else. And `end_computing` finds the thread.
+    It makes `torch.set_num_threads` hold: torch passes the number on to OpenMP and MKL only when a thread
+    first reads it. On a thread that has not read it, a matrix product uses all cores, and adds up in another
+    order than on all other threads. It also registers the thread for `end_computing`.
     """
 
     __slots__ = ("_thread",)
@@ -38,7 +40,7 @@ class computing:
     def __enter__(self) -> None:
         torch.get_num_threads()
         thread = threading.get_ident()
-        # A thread that waits for an answer may serve another request meanwhile.
+        # A thread that waits for a response may serve another request meanwhile.
         self._thread = None if thread in _computing else thread
         _computing.add(thread)
 
@@ -48,31 +50,31 @@ class computing:
 
 
 def end_computing(timeout: float) -> None:
-    """Raises SystemExit in all that computes, when the process is about to end; waits for it to take effect.
+    """Raises SystemExit on all computing threads before the process ends, and waits until they have stopped.
 
-    A daemon thread that asks for the interpreter's lock while the interpreter ends is ended by Python, within
-    whatever C++ code asks for it: within torch's, that aborts the process. A thread that is blocked, and does
-    not come back, does no harm.
+    A daemon thread that requests the interpreter's lock during interpreter shutdown is ended by Python,
+    inside the C++ code that requested the lock; inside torch's code, that aborts the process. A thread that
+    is blocked and never returns does no harm.
     """
     give_up_at = time.monotonic() + timeout
     while (threads := tuple(_computing)) and time.monotonic() < give_up_at:
         for thread in threads:
-            # Again and again: the code may catch it.
+            # Repeated, since the code may catch the exception.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
         time.sleep(0.01)
 
 
 class DaemonThreads(Executor):
-    """An executor with a thread for each task that runs, without a ceiling. Threads are used again.
+    """An executor with a thread for each running task, without an upper limit. Idle threads are reused.
 
     Unlike those of a `ThreadPoolExecutor`, its threads are daemons, and the interpreter does not wait for
-    them: a process ends when its program has, not when others have no more requests for it. The handlers of
-    `atexit`, which run afterwards, can still use it.
+    them: a process ends when its program has ended, not when other peers send no more requests. `atexit`
+    handlers, which run afterwards, can still use the executor.
     """
 
     def __init__(self, name: str) -> None:
         self._crew = _Crew(name)
-        # The threads refer to the crew alone, so that they end when an executor is dropped unused.
+        # The threads refer to the crew only, so that they end when the executor itself is garbage.
         weakref.finalize(self, self._crew.dismiss).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -81,7 +83,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more tasks. Those that were taken run already, so none is left to be cancelled."""
+        """Accepts no more tasks. All accepted tasks already run, so there is none to cancel."""
         self._crew.dismiss()
         if wait:
             for thread in self._crew.threads():
@@ -97,7 +99,7 @@ class _Crew:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._idle: dict[threading.Thread, SimpleQueue[Task | None]] = {}
-        """Threads that wait, and where each takes its next task from; None ends it."""
+        """Idle threads, each with the queue of its next task; None in the queue ends the thread."""
         self._started = 0
         self._dismissed = False
 
@@ -106,7 +108,7 @@ class _Crew:
             if self._dismissed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
             if self._idle:
-                # The one that became idle last: its memory is warmest.
+                # The thread that became idle last, since its caches are warmest.
                 _, tasks = self._idle.popitem()
                 tasks.put(task)
                 return
@@ -116,7 +118,7 @@ class _Crew:
             self._threads.add(thread)
         try:
             thread.start()
-        except BaseException:  # the system has no more threads, or the interpreter ends
+        except BaseException:  # the system has no more threads, or the interpreter shuts down
             with self._lock:
                 self._threads.discard(thread)
             raise
@@ -125,7 +127,7 @@ class _Crew:
         me, tasks = threading.current_thread(), SimpleQueue[Task | None]()
         while task is not None:
             task()
-            del task  # it has the arguments, and the next one may be long in coming
+            del task  # it refers to the arguments, and the next task may take long to come
             with self._lock:
                 if self._dismissed:
                     break
@@ -153,7 +155,7 @@ def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
-        # Else the error's traceback, which has this frame, would lead back to the error.
+        # Otherwise the traceback of the error, which refers to this frame, would refer back to the error.
         del future, work
     else:
         future.set_result(result)

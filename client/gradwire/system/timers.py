@@ -19,7 +19,7 @@ log = logging.getLogger("gradwire.timers")
 
 
 class Timer:
-    """A callback that is due at some time, unless it is cancelled."""
+    """A callback at a given time, unless it is cancelled before."""
 
     __slots__ = ("_clock", "callback", "due")
 
@@ -36,22 +36,23 @@ class Timer:
 
 
 class _Clock:
-    """Runs while there are timers to wait for, and a little longer.
+    """Runs a thread while there are timers, and a little longer.
 
-    A timer that is lost is a wait without an end. Timers are set and cancelled at any moment: by destructors,
-    within any line of this very code, and by people's code that an interrupt ends between any two lines. So
-    the heap belongs to the clock's thread alone, and whoever sets a timer only leaves it there.
+    A lost timer would be a wait without end. Timers are started and cancelled at any moment: by destructors,
+    which may run within any line of this code, and by users' code, which an interrupt may end between any two
+    lines. So only the clock's thread uses the heap, and other threads just append to `_incoming`.
     """
 
     IDLE_SECONDS = 5.0
     LONGEST_SLEEP = 3600.0
     KEPT_CANCELLED = 1000
-    """Entries of cancelled timers are swept out when there are more, and more than of live ones."""
+    """Cancelled entries are removed from the heap when there are more of them than
+    this, and than live entries."""
 
     def __init__(self) -> None:
         self._incoming: deque[Timer] = deque()
         self._notices: SimpleQueue[None] = SimpleQueue()
-        """One wakes the thread, also if it comes before the thread sleeps."""
+        """A notice wakes the thread, even if it was put before the thread sleeps."""
         self._sleeps_until = -math.inf
         self._heap: list[tuple[float, int, Timer]] = []
         self._counter = itertools.count()
@@ -72,15 +73,15 @@ class _Clock:
 
     def _start(self) -> None:
         with self._start_lock:
-            # Made before it is looked whether there is one: destructors that run meanwhile may set timers.
+            # Created before the check: destructors that run while it is created may start timers.
             thread = threading.Thread(target=self._run, name="gradwire-timers", daemon=True)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = thread
                 thread.start()
 
     def count_cancelled(self) -> None:
-        # Nearly every call is answered long before its deadline: without this the heap would hold the
-        # timers of all calls of the last minutes.
+        # Nearly every call gets its response long before its deadline: without this check the heap would keep
+        # the timers of all calls of the last minutes.
         self._cancelled += 1
         kept = len(self._heap) + len(self._incoming)
         if not self._is_crowded and self._cancelled > max(self.KEPT_CANCELLED, kept // 2):
@@ -90,7 +91,7 @@ class _Clock:
     # -- the thread
 
     def _run(self) -> None:
-        # An interrupt while it was being started may have had another one made in its place.
+        # If an interrupt came while this thread was being started, another thread may have replaced it.
         while self._thread is threading.current_thread():
             timer = self._next_due()
             if timer is None:
@@ -102,13 +103,13 @@ class _Clock:
             try:
                 if callback is not None:
                     callback()
-            except BaseException:  # this thread must go on, whatever it is
+            except BaseException:  # this thread must go on, whatever the error is
                 log.exception("a timer's callback failed")
-            del callback  # it may keep much, and the next one may be due in an hour
-        self._notices.put(None)  # what woke this thread may be for the other
+            del callback  # it may refer to much memory, and the next timer may be due in an hour
+        self._notices.put(None)  # the notice that woke this thread may be for the other
 
     def _next_due(self) -> Timer | None:
-        """Waits for the next timer; None when there was nothing to wait for."""
+        """Waits for the next due timer; None if there was no timer for a while."""
         while True:
             self._take_in()
             now = time.monotonic()
@@ -117,7 +118,7 @@ class _Clock:
             longest = self.LONGEST_SLEEP if self._heap else self.IDLE_SECONDS
             self._sleeps_until = min(self._heap[0][0], now + longest) if self._heap else now + longest
             try:
-                # Who came just before this was set did not leave a notice.
+                # A timer that was appended just before `_sleeps_until` was set did not leave a notice.
                 if not self._incoming:
                     self._notices.get(timeout=self._sleeps_until - now)
             except Empty:
@@ -139,10 +140,10 @@ class _Clock:
             heapq.heappop(self._heap)
 
     def _ends(self) -> bool:
-        """Whether there is still nothing to wait for."""
+        """Ends the thread, unless a timer came meanwhile. Returns whether it ends."""
         with self._start_lock:
             me, self._thread = self._thread, None
-            # Whoever comes from here on starts another.
+            # A timer that is started from here on starts another thread.
             if not self._incoming:
                 return True
             self._thread = me
@@ -153,12 +154,12 @@ _clock = _Clock()
 
 
 def call_later(seconds: float, callback: Callable[[], object]) -> Timer:
-    """Calls back in so many seconds, on the timers' thread: the callback must not block."""
+    """Calls back after `seconds`, on the timers' thread: the callback must not block."""
     return _clock.call_later(seconds, callback)
 
 
 def _after_fork() -> None:
-    # The thread did not come along.
+    # Threads do not survive a fork.
     global _clock
     _clock = _Clock()
 

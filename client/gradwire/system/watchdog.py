@@ -1,4 +1,4 @@
-"""One thread that notices when a thread that reads is occupied for long, so that another can stand in."""
+"""One thread that notices when a reading thread is busy for long, so that another thread can take over."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ __all__ = ["INLINE_SECONDS", "check_often", "watch"]
 log = logging.getLogger("gradwire.link")
 
 INLINE_SECONDS = 0.004
-"""What takes no longer than this is not worth another thread."""
+"""Work that takes no longer than this is not worth a handover to another thread."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.04
-"""Between two looks: the longer, the longer there was nothing to do. Each keeps the thread that is at work
-from the interpreter for a moment, and may bring it to another core: looking every 3 ms made everything slower
-that takes a few."""
+"""The pause between two checks; it grows while nothing happens. Each check takes the interpreter's lock from
+the working thread for a moment, and may move that thread to another core: checking every 3 ms slowed down all
+calls that take a few milliseconds."""
 _IDLE_SECONDS = 0.1
-"""Without anything to see for so long, the thread ends."""
+"""The thread ends after this long without anything to watch."""
 
 
 class Watched(Protocol):
     def check(self, now: float) -> bool:
-        """Whether it is occupied."""
+        """Hands work over if that is needed. Returns whether to check again."""
 
 
 class _Watchdog:
-    """Looks again and again, while there is anything to see."""
+    """Checks watched objects repeatedly, while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watched: set[Watched] = set()
-        """Those of which there is news since the last look, and those that were occupied then."""
+        """Objects that were registered since the last check, and those that were busy at it."""
         self._is_running = False
         self._pause = _SHORTEST_PAUSE
 
@@ -48,7 +48,7 @@ class _Watchdog:
                 try:
                     threading.Thread(target=self._run, name="gradwire-watchdog", daemon=True).start()
                 except RuntimeError as error:
-                    log.warning("no thread can be had: %s", error)  # it is tried again
+                    log.warning("cannot start a thread: %s", error)  # the next call to `watch` tries again
                     return False
                 self._is_running = True
             return True
@@ -69,12 +69,12 @@ class _Watchdog:
                 if idle > _IDLE_SECONDS and not self._watched:
                     self._is_running = False
                     return
-            del watched, occupied  # nobody is kept for being looked at
+            del watched, occupied  # the watchdog must not keep them alive
 
     def _is_occupied(self, watched: Watched, now: float) -> bool:
         try:
             return watched.check(now)
-        except Exception:  # the others must go on being looked at
+        except Exception:  # the other objects must still be checked
             log.exception("looking at what reads failed")
             return False
 
@@ -83,15 +83,15 @@ _watchdog = _Watchdog()
 
 
 def watch(watched: Watched) -> bool:
-    """Has something looked at from now on, until nothing is going on any more.
+    """Checks an object from now on, until it is no longer busy.
 
-    Whether it is: there may be no thread to do so. Then it is with the next that is to be looked at.
+    Returns False if no thread could be started to do so; the next call to `watch` tries again.
     """
     return _watchdog.watch(watched)
 
 
 def check_often() -> None:
-    """Something had to be done about it: that may soon be so again."""
+    """Shortens the pause between checks: work had to be handed over, which may soon happen again."""
     _watchdog.check_often()
 
 

@@ -1,8 +1,8 @@
-"""The one seam between gradwire and what carries its messages.
+"""The seam between gradwire and the transports that deliver its messages.
 
-A `Link` is a session with one other peer in which both ends may ask. Whoever is asked gets an
-`ServerCall` and answers it once, from any thread, whenever the answer is ready. Bodies are opaque bytes
-here; attachments are the memory of large tensors.
+A `Link` is a session with one other peer; either peer may send requests over it. The peer that receives a
+request gets a `ServerCall` and responds to it once, from any thread, whenever the response is ready. Message
+bodies are opaque bytes in this package; attachments are the memory of large tensors.
 """
 
 from __future__ import annotations
@@ -40,45 +40,45 @@ __all__ = [
 ]
 
 Buffer = npt.NDArray[np.uint8]
-"""Memory that an attachment arrived in. It belongs to whoever receives the message."""
+"""Memory that an attachment arrived in. It belongs to the receiver of the message."""
 
 
 log = logging.getLogger("gradwire.link")
 
 LARGE_BYTES = 64 * 1024
-"""A body of this size is treated as attachments are: it counts as bytes in flight, and an answer is
-acknowledged at once, since the other end keeps it until then."""
+"""A body of at least this size is treated like an attachment: it counts as bytes in flight, and a response
+with such a body is acknowledged at once, since the responding peer keeps the response until then."""
 _CANCELLED = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
 _SETTLED = (*_CANCELLED, "FINISHED")
-"""The states of a `concurrent.futures.Future` with an outcome."""
+"""The states of a `concurrent.futures.Future` that has an outcome."""
 
 
 def counted_size(body: bytes) -> int:
-    """What a body counts as in flight: nothing, if it is small."""
+    """How many bytes a body counts as bytes in flight: none, if the body is small."""
     return len(body) if len(body) >= LARGE_BYTES else 0
 
 
 class Sendable(Protocol):
-    """Memory that travels beside a message, read while it is being sent."""
+    """Memory that is sent beside a message, and read while the message is being sent."""
 
     @property
     def view(self) -> memoryview:
-        """The bytes."""
+        """The bytes to send."""
 
     def check_unmodified(self) -> None:
-        """Raises if the memory was written to since the message was made."""
+        """Raises an error if the memory was written to after the message was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who a peer is."""
+    """Identifies a peer."""
 
     id: int
-    """Random 64-bit id, new for each start of a process."""
+    """A random 64-bit id, drawn anew each time a process starts."""
     name: str
-    """For people."""
+    """A name for people to read."""
     address: str = ""
-    """Where it was reached, if it listens."""
+    """The address at which this process reached the peer; empty if the peer does not listen."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})" if self.address else self.name
@@ -86,46 +86,48 @@ class PeerIdentity:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """How a link behaves. Times are in seconds."""
+    """The behaviour of a link. All times are in seconds."""
 
     connect_timeout: float = 10.0
     """How long the first connection may take, retries included."""
     lost_after: float = 10.0
-    """How long the other end may be out of reach before it counts as lost."""
+    """How long the peer may be unreachable before it counts as lost."""
     wait_for_ready: bool = True
-    """Whether to wait for an end that is out of reach: to try again when connecting, and to hold questions
-    back while a cut is mended. If not, both fail at once."""
+    """Whether to wait for a peer that is unreachable: to try again while connecting, and to hold requests
+    back while the streams are cut. If False, connecting and sending requests fail at once."""
     lease: float = 30.0
-    """How long the accepting end keeps what it holds for a peer that is out of reach."""
+    """How long the accepting peer keeps the state that it holds for an unreachable peer."""
     max_message_bytes: int = 1 << 40
-    """The largest message, attachments included, that this end takes."""
+    """The largest message, attachments included, that this peer accepts."""
     max_bytes_in_flight: int = 4 << 30
-    """How much of large questions may be unanswered at a time. A larger one goes alone."""
+    """How many bytes of large requests may be without a response at a time. A request that is larger than
+    this is sent when no other large request is in flight."""
     max_tensor_elements: int = Limits.max_tensor_elements
-    """How many elements a tensor that comes may span without that their bytes came."""
+    """How many elements a received tensor may span beyond those whose bytes were received."""
     max_body_bytes: int = 64 << 20
-    """The largest message body, attachments not included, that this end takes."""
+    """The largest message body, attachments not included, that this peer accepts."""
     same_host: bool = True
-    """Whether to go around the network between processes of one host."""
+    """Whether to bypass the network between two processes of one host."""
     max_shared_bytes: int = 4 << 30
-    """How much shared memory this process may set up for what it sends to others on the same host, over all
-    links together. What finds no room there goes over the socket."""
+    """How much shared memory this process may allocate for attachments to peers on the same host, over all
+    links together. Attachments beyond this limit go over the socket."""
     chunk_bytes: int = 1 << 20
-    """How much of an attachment goes into one frame."""
+    """How many bytes of an attachment go into one frame."""
     hello_timeout: float = 10.0
-    """How long a stream may stay silent after it was opened."""
+    """How long a new stream may stay silent before it is closed."""
     codecs: tuple[tensor_pb2.Codec, ...] = field(default_factory=supported_codecs)
-    """What this end says that it can decode."""
+    """The codecs that this peer tells the other peer that it can decode."""
 
     @property
     def max_frame_bytes(self) -> int:
-        """A body, and what may be in a frame beside it: ids of transfers, small frames that left with it."""
+        """The largest frame: a body, and what may accompany it, which is transfer ids
+        and small coalesced frames."""
         return self.max_body_bytes + (2 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A message that arrived whole."""
+    """The body and the attachments of a message that arrived completely."""
 
     body: bytes
     attachments: Sequence[Buffer] = ()
@@ -133,38 +135,39 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What went over a link so far, in bytes: whole frames, but not what gRPC and TCP add to them. What
-    crossed in shared memory counts."""
+    """Bytes that a link has sent and received so far: complete frames and attachments in shared memory,
+    without the overhead of gRPC and TCP."""
 
     sent: int = 0
     received: int = 0
     saved: int = 0
-    """What would have gone as well without compression, both ways."""
+    """How many more bytes would have been sent and received without compression."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.sent + other.sent, self.received + other.received, self.saved + other.saved)
 
     @property
     def total(self) -> int:
-        """Both ways."""
+        """Bytes sent and received."""
         return self.sent + self.received
 
 
 class ResponseFuture(Future[Any]):
-    """The answer to a question. Cancelling it reaches the other end."""
+    """The response to a request. Cancelling the future also cancels the request at the other peer."""
 
     is_nested = False
-    """Whether a question of somebody else waits for it. Then nothing may keep it back: it could be what the
-    room that it lacks is waiting for."""
+    """Whether this request was sent while serving another request. The window never holds such a request
+    back: the bytes in flight that it would wait for may be those of the outer request."""
     abandon: Callable[[], None] | None = None
-    """Set by the link: tells the other end that nobody waits any more."""
+    """Set by the link: tells the other peer that the response is no longer awaited."""
     on_discarded: Callable[[Payload], object] | None = None
-    """Set by whoever asks: told of an answer that came when it had just been cancelled. The other end does
-    not know that nobody looks into it."""
+    """Set by the requester: called with a response that arrived just after the future was cancelled. The
+    other peer does not know that such a response was discarded."""
 
     def __init__(self) -> None:
-        # Not `Future`'s own: it makes a condition, which takes longer than all the rest, and which nobody
-        # needs whose answer is here when they ask for it, or who reads it themselves.
+        # `Future.__init__` would create a condition, which costs more than everything else here.
+        # Most futures need none: their response is already there when `result` is called, or the
+        # waiting thread reads it itself.
         self._guard = threading.RLock()
         self._awaited: threading.Condition | None = None
         self._state = "PENDING"
@@ -173,11 +176,11 @@ class ResponseFuture(Future[Any]):
         self._waiters: list[Any] = []
         self._done_callbacks: list[Callable[[Future[Any]], object]] = []
         self._when_settled: list[Callable[[], object]] | None = []
-        """None once they have been called."""
+        """None once the callbacks have been called."""
 
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
-        """What `Future` waits with."""
+        """The condition that `Future` waits on, created when it is first needed."""
         with self._guard:
             is_first = self._awaited is None
             if self._awaited is None:
@@ -187,9 +190,10 @@ class ResponseFuture(Future[Any]):
         return self._awaited
 
     def _on_awaited(self) -> None:
-        """Somebody waits for it who may not read it themselves."""
+        """Called when a thread waits for the outcome without reading the link
+        itself. Subclasses override it."""
 
-    # `Future` takes its lock for these, which a state that only ever goes one way does not need.
+    # `Future` takes its lock in these methods. They need none, since a state that is settled never changes.
 
     def done(self) -> bool:
         return self._state in _SETTLED
@@ -200,7 +204,7 @@ class ResponseFuture(Future[Any]):
         try:
             return super().result(timeout)
         finally:
-            del self  # else the traceback of an error would lead back to the error
+            del self  # otherwise the traceback of an error would refer back to the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._exception if self._state == "FINISHED" else super().exception(timeout)
@@ -213,8 +217,8 @@ class ResponseFuture(Future[Any]):
             if self._state != "PENDING":
                 return self.cancelled()
             self._state = "CANCELLED"
-            # Unlike Future's own, tells those who wait in futures.wait and as_completed, too: no executor
-            # will ever pick this future up and do so.
+            # Unlike `Future.cancel`, this also notifies threads in futures.wait and as_completed: no executor
+            # will ever pick up this future and notify them.
             self.set_running_or_notify_cancel()
             if self._awaited is not None:
                 self._awaited.notify_all()
@@ -224,8 +228,9 @@ class ResponseFuture(Future[Any]):
         return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """As `Future`'s, but on another thread: the thread that brings the answer reads the link, and
-        a callback that waits for another answer would keep it from ever coming."""
+        """As `Future.add_done_callback`, but calls back on another thread. The thread that
+        settles the future also reads the link: a callback that waits for another response would
+        keep that response from being read."""
         if self.done():
             super().add_done_callback(fn)
             return
@@ -233,7 +238,8 @@ class ResponseFuture(Future[Any]):
         self._on_awaited()
 
     def when_settled(self, callback: Callable[[], object]) -> None:
-        """Calls back when there is an outcome, on the thread that brings it: it must not block."""
+        """Calls back when there is an outcome, on the thread that settles the future:
+        the callback must not block."""
         with self._guard:
             if self._when_settled is not None:
                 self._when_settled.append(callback)
@@ -241,7 +247,7 @@ class ResponseFuture(Future[Any]):
         callback()
 
     def _invoke_callbacks(self) -> None:
-        """`Future` calls this when there is an outcome."""
+        """Called by `Future` and `settle` when there is an outcome."""
         with self._guard:
             callbacks, self._when_settled = self._when_settled or (), None
         call_each(callbacks)
@@ -249,10 +255,10 @@ class ResponseFuture(Future[Any]):
             super()._invoke_callbacks()  # type: ignore[misc]
 
     def settle(self, outcome: Payload | GradwireError) -> bool:
-        """Sets the outcome unless there is one already."""
+        """Sets the outcome, unless there is one already. Returns whether it was set."""
         received, error = (outcome, None) if isinstance(outcome, Payload) else (None, outcome)
         with self._guard:
-            # An answer, a timer and a lost link may race; the lock decides who is first.
+            # A response, a timer and a lost link may race; the lock decides which of them sets the outcome.
             is_first = self._state == "PENDING"
             if is_first:
                 self._result, self._exception = received, error
@@ -269,15 +275,16 @@ class ResponseFuture(Future[Any]):
 
 
 class ServerCall(ABC):
-    """One question from the other end."""
+    """A request from the other peer, to be served by this process."""
 
     method: int
     """A value of link_pb2.Method."""
     request: Payload
     deadline: float | None
-    """On time.monotonic's clock."""
+    """When the requester stops waiting, on the clock of time.monotonic. None: never."""
     link: Link | None
-    """The way back: the one who asked can be asked over it. None if there is no way back."""
+    """The link to the requester, over which this process can send requests of
+    its own. None for unary calls."""
 
     def __init__(self) -> None:
         self._cancel_lock = threading.Lock()
@@ -286,13 +293,14 @@ class ServerCall(ABC):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the requester no longer wants the answer."""
+        """Whether the requester no longer wants the response."""
         return self._cancelled
 
     def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Calls back, once, when the requester cancels or is lost; at once if it already is so.
+        """Calls back once when the requester cancels or is lost; at once if that has already happened.
 
-        What it returns takes the callback back: what is done must not be kept for the length of a call.
+        Returns a function that removes the callback, so that finished work is not
+        kept alive until the call ends.
         """
         token = object()
         with self._cancel_lock:
@@ -307,52 +315,54 @@ class ServerCall(ABC):
             self._when_cancelled.pop(token, None)
 
     def cancel(self) -> None:
-        """The requester no longer wants the answer."""
+        """The requester no longer wants the response."""
         with self._cancel_lock:
             self._cancelled = True
             callbacks, self._when_cancelled = self._when_cancelled, {}
         call_each(callbacks.values())
 
-    def begin(self) -> None:  # noqa: B027 - not all have something to do then
-        """Work on it begins: what came with it no longer counts as waiting."""
+    def begin(self) -> None:  # noqa: B027 - only some subclasses have something to do here
+        """The call starts to run: its attachments no longer count as waiting for it."""
 
     def may_run_inline(self) -> bool:
-        """For whoever takes the question: whether the thread that brings it may be used to answer it."""
+        """Whether the thread that read the request may also serve it."""
         return False
 
     def about_to_block(self) -> None:  # noqa: B027
-        """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
+        """Called by a serving thread before it waits for another peer, so that
+        another thread takes over reading."""
 
     @abstractmethod
     def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
-        """Sends the response. Whether the requester gets it: not if it is too large, nobody waits for it any
-        more, or another was sent before."""
+        """Sends the response. Returns whether the requester gets it: not if the response is too large, the
+        call was cancelled, or there was a response before."""
 
     @abstractmethod
     def fail(self, error: link_pb2.Error) -> None:
-        """Answers with an error."""
+        """Responds with an error."""
 
 
 Handler = Callable[[ServerCall], object]
-"""Takes a question, on the thread that reads the link: it must hand over what takes time."""
+"""Takes a request, on the thread that reads the link: work that takes long must
+be handed to another thread."""
 
 
 class Link(ABC):
-    """A session with one other peer: either end may ask."""
+    """A session with one other peer: either peer may send requests."""
 
     local: PeerIdentity
     peer: PeerIdentity
     peer_codecs: frozenset[int] = frozenset()
-    """What the other end can decode."""
+    """The codecs that the other peer can decode."""
     inline_bytes: int = 0
-    """How much of what could go beside a message had better go within it: bytes of their own take longer,
-    unless they are many."""
+    """Up to how many bytes of tensors should go into a message's body rather than beside it as attachments.
+    An attachment has a fixed cost that only pays off for many bytes."""
     limits: Limits = Limits()
-    """On what is decoded here of messages from the other end."""
+    """Limits for decoding messages from the other peer."""
     ended_by_timeout: bool = False
-    """Whether it ended because the other end was out of reach for too long."""
+    """Whether the link ended because the other peer was unreachable for longer than `lost_after`."""
     autograd_state: Any = None
-    """What the layer above keeps for as long as the link lives."""
+    """Opaque state of the autograd layer, kept for as long as the link lives."""
 
     @abstractmethod
     def send_request(
@@ -364,50 +374,53 @@ class Link(ABC):
         timeout: float | None = None,
         future: ResponseFuture | None = None,
     ) -> ResponseFuture:
-        """Sends a question. The answer settles `future` (a new one if none is given).
+        """Sends a request. The response settles `future` (a new future if none is given).
 
-        The answer is a `Payload` or an exception: whatever the other end failed with,
-        DeadlineExceeded after `timeout`, or a LinkError if the other end is lost.
+        The outcome is a `Payload` or an exception: the error that the other peer responded with,
+        DeadlineExceeded after `timeout`, or a LinkError if the other peer is lost.
         """
 
     @abstractmethod
     def read_for(self, future: ResponseFuture) -> None:
-        """For a thread that is about to wait for an answer: reads the link until it comes, if nobody does."""
+        """Called by a thread before it waits for a response: reads the link until the response is there,
+        unless another thread already reads it."""
 
     @abstractmethod
     def read_in_background(self, future: ResponseFuture) -> None:
-        """For those who wait for an answer in another way: has the link read until it comes."""
+        """Has another thread read the link until the response is there, for callers
+        that wait without `read_for`."""
 
     @abstractmethod
     def close(self, *, leaving: bool = False) -> None:
-        """Says goodbye and ends: questions in flight fail with LinkClosed at both ends.
+        """Says goodbye and ends the link: requests in flight fail with LinkClosed at both peers.
 
-        `leaving` tells the other end that this peer goes altogether.
+        `leaving` tells the other peer that this process is going away, not just this link.
         """
 
     @abstractmethod
     def abort(self, error: GradwireError) -> None:
-        """Ends now, without a word: what waits is not sent. Questions in flight fail with `error`."""
+        """Ends the link now, without a goodbye: frames that wait are not sent. Requests
+        in flight fail with `error`."""
 
     @property
     @abstractmethod
     def connected(self) -> bool:
-        """Whether messages can pass right now; if not, they wait until they can."""
+        """Whether messages can be delivered right now; if not, they wait until they can."""
 
     @property
     @abstractmethod
     def traffic(self) -> Traffic:
-        """What went over the link since it was opened."""
+        """Bytes sent and received since the link was opened."""
 
     @abstractmethod
     def count_saved(self, size: int) -> None:
-        """A message that was sent or received was so many bytes smaller for being compressed."""
+        """Counts how many bytes compression saved on a message that was sent or received."""
 
     @property
     @abstractmethod
     def ended(self) -> GradwireError | None:
-        """Why the link has ended for good; None while it lives."""
+        """Why the link has ended for good; None while it is alive."""
 
     @abstractmethod
     def when_ended(self, callback: Callable[[Link], None]) -> None:
-        """Calls back once when the link has ended for good; at once if it already has."""
+        """Calls back once when the link has ended for good; at once if it has already ended."""

@@ -1,9 +1,10 @@
-"""Memory for attachments that come over a socket; that of large ones is used again and again.
+"""Memory for attachments that arrive over a socket; large buffers are pooled and reused.
 
-Most of the cost of large fresh memory is having its pages mapped in. So the memory of a tensor that came is
-kept for a while when the tensor is gone.
+Most of the cost of large fresh memory is mapping its pages. So the memory of a received tensor is kept for a
+while after the tensor is gone.
 
-Who sends says how much will come. That alone sets nothing aside: memory is taken as the bytes come.
+The sender announces the size of an attachment. The announcement alone allocates nothing:
+memory is taken as the bytes arrive.
 """
 
 from __future__ import annotations
@@ -25,63 +26,64 @@ from gradwire.transport.base import Buffer
 __all__ = ["Arriving", "Buffers", "new_arriving", "view"]
 
 SMALLEST_BYTES = 1 << 20
-"""What is smaller the C library keeps by itself."""
+"""Smaller buffers are left to malloc, which pools them itself."""
 _HUGE_BYTES = 2 << 20
-"""A huge page, of which the first byte that is written takes all."""
+"""The size of a huge page. Writing its first byte allocates all of it."""
 _FIRST_BYTES = 4096
-"""What is taken of the C library at least."""
+"""The smallest allocation for a buffer that grows."""
 _TRIM_SECONDS = 1.0
-"""How often it is looked whether too much is kept, or for too long."""
+"""How often the pool is checked for memory that exceeds its limits."""
 
 
 def view(memory: mmap.mmap, size: int) -> tuple[object, Buffer]:
-    """The first bytes of some memory, and what everything refers to that looks at them.
+    """The first `size` bytes of `memory`, and the object that every view of them refers to.
 
-    An object of its own for each use: numpy lets views refer to it, past the array itself. So when it is
-    gone, nobody looks any more.
+    Each call creates a new such object. numpy lets views refer to it rather than to the array, so its
+    destruction means that no view is left.
     """
     hold = (ctypes.c_char * len(memory)).from_buffer(memory)
     return hold, np.frombuffer(memoryview(hold), dtype=np.uint8, count=size)
 
 
 class Buffers:
-    """Gives out memory, and takes it back when the last view of it is gone."""
+    """A pool of memory: hands out buffers, and takes their memory back when the last view of it is gone."""
 
     def __init__(self, kept_bytes: int = 1 << 30, idle_seconds: float = 30.0) -> None:
         self._kept_bytes = kept_bytes
-        """How much may lie idle ..."""
+        """How many bytes may lie idle in the pool."""
         self._idle_seconds = idle_seconds
-        """... for how long."""
+        """How long memory may lie idle in the pool."""
         self._lock = threading.Lock()
         self._free: list[tuple[float, mmap.mmap]] = []
-        """Since when, the latest last."""
+        """Idle memory, each with the time since when it is idle; the most recent is last."""
         self._returned: deque[tuple[float, mmap.mmap]] = deque()
-        """Destructors leave it here: they run at any moment, also while this thread has the lock."""
+        """Memory that destructors returned. They run at any moment, even while this thread holds the
+        lock, so they only append here."""
         self._trimmed_at = 0.0
-        """When it is, or was, trimmed next."""
+        """When the pool is to be trimmed next, or was trimmed last."""
 
     @property
     def idle_bytes(self) -> int:
-        """How much is kept for later."""
+        """How many bytes lie idle in the pool."""
         with self._lock:
             self._collect_returned()
             return sum(len(memory) for _, memory in self._free)
 
     def new(self, size: int) -> Buffer:
-        """Memory for so many bytes, which may hold anything: all must be written before anybody sees it.
+        """A buffer of `size` bytes with arbitrary content: all of it must be written before it is handed on.
 
-        Raises MemoryError or ValueError if there is none.
+        Raises MemoryError or ValueError if there is not enough memory.
         """
         arriving = self.arriving(size)
         arriving.reserve(size)
         return arriving.finish()
 
     def arriving(self, total: int) -> Arriving:
-        """Memory for so many bytes that are still to come. Raises as `new` does."""
+        """Memory for `total` bytes that have yet to arrive. Raises as `new` does."""
         if total < SMALLEST_BYTES:
             return Arriving(total)
-        # Powers of two, so that tensors of about the same size can use the same memory. What was never
-        # written to takes none.
+        # Rounded up to a power of two, so that tensors of about the same size can reuse the same memory.
+        # Pages that were never written to take no memory.
         capacity = 1 << (total - 1).bit_length()
         memory = self._take_free(capacity)
         if memory is not None:
@@ -107,15 +109,15 @@ class Buffers:
         self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """Has it trimmed, if that is not about to be. Told by the time: a flag that an interrupt leaves
-        behind would end it for good."""
+        """Schedules trimming, unless it is already scheduled. Scheduling is recorded as a time, not as a
+        flag: a flag that an interrupt left behind would prevent trimming for good."""
         if now >= self._trimmed_at:
             pause = min(_TRIM_SECONDS, self._idle_seconds)
             self._trimmed_at = now + pause
             call_later(pause, self._trim)
 
     def _collect_returned(self) -> None:
-        """With the lock held."""
+        """Moves returned memory to the idle list, within the pool's limit. The lock is held."""
         while self._returned:
             self._free.append(self._returned.popleft())
         kept = sum(len(memory) for _, memory in self._free)
@@ -123,7 +125,7 @@ class Buffers:
             kept -= len(self._free.pop(0)[1])
 
     def _trim(self) -> None:
-        """Lets go of what is too much, and of what was idle for long."""
+        """Frees memory that exceeds the pool's size limit, or was idle for too long."""
         now = time.monotonic()
         with self._lock:
             self._collect_returned()
@@ -134,7 +136,8 @@ class Buffers:
 
 
 class Arriving:
-    """Memory for bytes that come one after another. It grows with what has come, not with what was said."""
+    """Memory for bytes that arrive one after another. It grows with the bytes that arrived,
+    not with the announced size."""
 
     __slots__ = ("_advised", "_buffer", "_give_back", "_hold", "_memory", "total")
 
@@ -148,17 +151,18 @@ class Arriving:
     ) -> None:
         self.total = total
         self._memory = memory
-        """Where it will all lie. None: it is small, and moves when it grows."""
+        """Memory for the complete attachment. None: the attachment is small, and its buffer
+        is reallocated as it grows."""
         self._give_back = give_back
         self._advised = advised
-        """How much of it may lie in huge pages."""
+        """How many bytes of the memory may use huge pages."""
         self._hold: object = None
         self._buffer: Buffer = np.empty(0, dtype=np.uint8)
         if memory is not None:
             self._hold, self._buffer = view(memory, total)
 
     def reserve(self, end: int) -> None:
-        """The bytes up to there are about to be written."""
+        """Prepares the memory for bytes up to `end`, which are about to be written."""
         if self._memory is None:
             if end > len(self._buffer):
                 size = min(self.total, max(end, 2 * len(self._buffer), _FIRST_BYTES))
@@ -166,7 +170,7 @@ class Arriving:
                 grown[: len(self._buffer)] = self._buffer
                 self._buffer = grown
         elif 2 * end > self._advised and 2 * end >= _HUGE_BYTES:
-            # Twice of what has come, so that it is seldom that the system is asked.
+            # Twice the bytes that have arrived, so that madvise is called rarely.
             capacity = min(-(-2 * end // _HUGE_BYTES) * _HUGE_BYTES, len(self._memory))
             if capacity > self._advised:
                 _advise(self._memory, "MADV_HUGEPAGE", self._advised, capacity - self._advised)
@@ -178,8 +182,9 @@ class Arriving:
         self._buffer[offset:end] = np.frombuffer(data, dtype=np.uint8)
 
     def finish(self) -> Buffer:
-        """The memory, when all of it has come. Once: from now on it is kept for later when it is unused. What
-        was given up before goes back to the system."""
+        """The buffer, when all of its bytes have arrived. Call it once: from now on the memory goes
+        back to the pool when its last view is gone. Memory of a transfer that was given up goes
+        back to the system instead."""
         if self._memory is not None and self._give_back is not None:
             weakref.finalize(self._hold, self._give_back, self._memory).atexit = False
         buffer, self._buffer, self._hold = self._buffer, np.empty(0, dtype=np.uint8), None
@@ -199,7 +204,8 @@ _buffers = Buffers()
 
 
 def new_arriving(total: int) -> Arriving:
-    """Memory for so many bytes, of those that this process keeps for all links together."""
+    """Memory for `total` bytes that have yet to arrive, from the pool that all
+    links of this process share."""
     return _buffers.arriving(total)
 
 

@@ -1,4 +1,4 @@
-"""What a session remembers: the questions that this end asked, and those that it was asked."""
+"""The calls that a session keeps track of: outbound requests without a response, and inbound requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Response = tuple[bytes | link_pb2.Error, Sequence[Sendable]]
 
 
 class OutboundCall:
-    """A question that this end asked and that is not answered yet."""
+    """A request that this peer sent and that has no response yet."""
 
     __slots__ = (
         "attachments",
@@ -53,17 +53,17 @@ class OutboundCall:
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.timer: Timer | None = None
         self.refusals = 0
-        """How often the other end was too busy for it."""
+        """How often the other peer refused the request because it was too busy."""
         self.refused_since = 0.0
 
     @property
     def is_large(self) -> bool:
-        """Whether it counts as bytes in flight."""
+        """Whether the request counts as bytes in flight."""
         return bool(self.attachments or counted_size(self.body))
 
     @property
     def size(self) -> int:
-        """What it counts as."""
+        """How many bytes in flight the request counts as."""
         return counted_size(self.body) + sum(len(attachment.view) for attachment in self.attachments)
 
     def stop_timer(self) -> None:
@@ -72,9 +72,9 @@ class OutboundCall:
 
 
 class InboundCall(ServerCall):
-    """A question that the other end asked, kept until the answer is acknowledged.
+    """A request from the other peer, kept until its response is acknowledged.
 
-    Its answer is under the session's lock.
+    The session's lock guards `response`.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class InboundCall(ServerCall):
             is_sent = self.response is None
             if self.response is None:
                 if self._cancelled and attachments:
-                    # Nobody waits for it, so nobody has to carry it.
+                    # The response is no longer awaited, so its attachments need not be sent.
                     is_sent = False
                     error = Cancelled("the call was cancelled")
                     outcome, attachments = faults.describe(error, self._session.local.name), ()
                 self.response = (outcome, attachments)
-                self.begin()  # if it has not: it was refused, or cancelled
-                self.request = Payload(b"")  # its memory is not needed for answering again
+                self.begin()  # if the call never ran: it was refused or cancelled
+                self.request = Payload(b"")  # sending the response again does not need the request's memory
                 self._when_cancelled.clear()
                 self._session._put_response(self)
         self._session._flush_response()

@@ -7,7 +7,7 @@ from gradwire.transport.base import LinkSettings
 
 __all__ = ["LINK_METHOD", "SERVICE", "client_options", "server_options", "silence_before_cut"]
 
-# From the descriptor, so that it is there to be asked for through server reflection.
+# Taken from the descriptor, so that server reflection finds it under the same name.
 SERVICE: str = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 LINK_METHOD = f"/{SERVICE}/Link"
 
@@ -15,7 +15,7 @@ Options = list[tuple[str, int | str]]
 
 
 def silence_before_cut(settings: LinkSettings) -> float:
-    """How long a ping may stay without an answer, in seconds."""
+    """How many seconds a ping may go without a response."""
     return max(settings.lost_after / 4, 0.1)
 
 
@@ -24,11 +24,12 @@ def _common(settings: LinkSettings) -> Options:
     interval = max(int(settings.lost_after * 1000 / 8), 100)
     timeout = int(silence_before_cut(settings) * 1000)
     return [
-        # A message over gRPC's own limit kills the whole stream; we check sizes ourselves and say so.
+        # A message over gRPC's own limit would end the stream. Sessions check
+        # sizes themselves and report errors.
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", interval),
-        # keepalive_timeout_ms alone is not honoured; ping_timeout_ms is what counts.
+        # gRPC does not honour keepalive_timeout_ms alone; ping_timeout_ms takes effect.
         ("grpc.keepalive_timeout_ms", timeout),
         ("grpc.http2.ping_timeout_ms", timeout),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -39,13 +40,14 @@ def _common(settings: LinkSettings) -> Options:
 def client_options(settings: LinkSettings, role: str) -> Options:
     return [
         *_common(settings),
-        # Channels with equal options would share a connection, and large transfers hold up small messages.
+        # Channels with equal options would share a connection, and large
+        # transfers would delay small messages.
         ("gradwire.role", role),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # A proxy from the environment is not meant for workers.
+        # A proxy from the environment is not meant for connections to workers.
         ("grpc.enable_http_proxy", 0),
     ]
 
@@ -53,9 +55,9 @@ def client_options(settings: LinkSettings, role: str) -> Options:
 def server_options(settings: LinkSettings) -> Options:
     return [
         *_common(settings),
-        # Else a second server would share the port without a word.
+        # Otherwise a second server could silently share the port.
         ("grpc.so_reuseport", 0),
-        # Else clients that ping an idle link are cut off for "too many pings".
+        # Otherwise gRPC would disconnect clients that ping an idle link, for "too many pings".
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 50),
     ]

@@ -1,4 +1,4 @@
-"""One thread that reads all local connections of a worker, and answers what it reads."""
+"""One thread that reads all local connections of a worker, and serves the requests that it reads."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["EventLoop"]
 log = logging.getLogger("gradwire.link")
 
 _SLICE_SECONDS = 0.001
-"""For so long one is attended to that has more to say, before it is the others' turn: answers to what came
-together leave together, and whoever waits for them is woken once."""
+"""The time slice of a connection that has more frames, before the next connection is served. The responses to
+requests that arrived together are written together, which wakes their requester once."""
 
 
 class Source(local_reader.Source, Protocol):
     def flush(self) -> None:
-        """Writes what waits."""
+        """Writes the frames that wait in the outbox."""
 
     def flush_elsewhere(self) -> None:
-        """Has another thread do so."""
+        """Has another thread write the frames that wait in the outbox."""
 
 
 class _Connection:
-    """A connection that is attended to."""
+    """A connection that the event loop serves."""
 
     def __init__(self, source: Source, receive: Callable[[bytes], None]) -> None:
         self.source = source
@@ -42,21 +42,22 @@ class _Connection:
         self.receive = receive
         self.inline_policy = InlinePolicy()
         self.is_ready = False
-        """Whether there is something to read."""
+        """Whether the connection is in the queue of connections with something to read."""
         self.has_responses = False
-        """That wait to be written."""
+        """Whether responses wait to be written."""
         self.gone = threading.Event()
         self.error: GradwireError | None = None
 
 
 class EventLoop(LeaderFollowers):
-    """Attends to connections in turn."""
+    """Serves connections in round-robin order."""
 
     def __init__(self) -> None:
         super().__init__()
         self._connections: dict[int, _Connection] = {}
         self._ready_connections: deque[_Connection] = deque()
-        """In the order in which they are attended to. For the one who reads."""
+        """The connections with something to read, in the order in which they are
+        served. Only the leader uses it."""
         self._polled_at = 0.0
         self._current: _Connection | None = None
         self._slice_ends_at = 0.0
@@ -68,21 +69,21 @@ class EventLoop(LeaderFollowers):
         threading.Thread(target=self._run_thread, name="gradwire-event-loop", daemon=True).start()
 
     def serve(self, source: Source, receive: Callable[[bytes], None]) -> None:
-        """Returns when the connection has ended. Raises if what came broke the protocol."""
+        """Serves a connection until it has ended. Raises if the peer broke the protocol."""
         connection = _Connection(source, receive)
         with self._lock:
             if self._ended or connection.descriptor < 0:
                 return
             self._epoll.register(connection.descriptor, select.EPOLLIN)
             self._connections[connection.descriptor] = connection
-        connection.gone.wait()  # whichever end closes shuts the socket down, which is noticed
+        connection.gone.wait()  # either peer shuts the socket down when it closes, which the leader notices
         error = connection.error
-        del connection, source, receive  # else the traceback of the error would keep them
+        del connection, source, receive  # otherwise the traceback of the error would keep them alive
         if error is not None:
             raise error
 
     def close(self, timeout: float = 0.0) -> None:
-        """Attends to nobody any more. Waits for its threads, save one that is occupied for longer."""
+        """Ends all connections. Waits up to `timeout` seconds for the threads of the event loop."""
         with self._lock:
             if self._ended:
                 return
@@ -102,7 +103,7 @@ class EventLoop(LeaderFollowers):
             with self._lock:
                 self._threads -= 1
                 if not self._threads and self._wake >= 0:
-                    # Nobody reads any more, or will.
+                    # This was the last thread, and no other will be started.
                     self._epoll.close()
                     os.close(self._wake)
                     self._wake = -1
@@ -113,7 +114,7 @@ class EventLoop(LeaderFollowers):
             pass
 
     def _serve_next(self, me: object) -> bool:
-        """Reads a frame and answers it. Whether it is still one's turn."""
+        """Reads a frame and serves it. Returns whether this thread is still the leader."""
         if not self._ready_connections or time.monotonic() - self._polled_at > _SLICE_SECONDS:
             self._poll_connections()
         if not self._ready_connections:
@@ -132,7 +133,7 @@ class EventLoop(LeaderFollowers):
             self._end_connection(connection, None)
         except GradwireError as error:
             self._end_connection(connection, error)
-        except BaseException as error:  # whatever it is, the others must go on being attended to
+        except BaseException as error:  # whatever the error is, the other connections must still be served
             log.exception("a connection could not be attended to")
             self._end_connection(
                 connection, InternalError(f"the connection could not be attended to: {error!r}")
@@ -140,13 +141,15 @@ class EventLoop(LeaderFollowers):
         with self._lock:
             is_still_leader = self._finish_frame(me)
         if not is_still_leader and connection.has_responses:
-            self._write_responses(connection)  # whoever stands in does not know of them
+            self._write_responses(connection)  # the new leader does not know of these responses
         return is_still_leader
 
     def _next_connection(self) -> _Connection:
-        """The one who was attended to last, if it has more to say and its time is not up; else the next."""
+        """The connection that was served last, if it has more frames and its time slice
+        is not over; else the next."""
         now, last = time.monotonic(), self._current
-        # Answers that wait were left to its next turn.
+        # A connection with unwritten responses stays first, since they were left to
+        # be written with its next frame.
         if now >= self._slice_ends_at and self._ready_connections[0] is last and not last.has_responses:
             self._ready_connections.rotate(-1)
         connection = self._ready_connections.popleft()
@@ -157,12 +160,13 @@ class EventLoop(LeaderFollowers):
         return connection
 
     def _may_delay_responses(self, connection: _Connection) -> bool:
-        """Whether answers may wait for others to the same guest, who is the next then."""
+        """Whether responses may wait for further responses on the same
+        connection, which is served next then."""
         return connection.is_ready and time.monotonic() < self._slice_ends_at
 
     def _poll_connections(self) -> None:
         if not self._ready_connections:
-            self._current = None  # it may be gone, and is not to be kept
+            self._current = None  # the connection may have ended, and must not be kept alive
             self._spin()
         for descriptor, _ in self._epoll.poll(0 if self._ready_connections else None):
             connection = self._connections.get(descriptor)
@@ -184,18 +188,19 @@ class EventLoop(LeaderFollowers):
             self._unregister(connection)
 
     def _unregister(self, connection: _Connection) -> None:
-        """With the lock held."""
+        """Removes a connection from the epoll set, and wakes the thread in `serve`. The lock is held."""
         if self._connections.pop(connection.descriptor, None) is not None:
             try:
                 self._epoll.unregister(connection.descriptor)
             except (OSError, ValueError):
-                pass  # it was closed already
+                pass  # the socket was closed already
         connection.gone.set()
 
-    # -- answering
+    # -- responding
 
     def will_write(self, source: Source) -> bool:
-        """Whether an answer that was put into an outbox is written soon: with others, if they come."""
+        """Whether the event loop will soon write a response that was put into the outbox of `source`,
+        together with the responses to further requests."""
         connection = self._current
         if (
             connection is None
@@ -221,6 +226,6 @@ class EventLoop(LeaderFollowers):
         super()._revoke()
         connection, self._current = self._current, None
         if connection is not None and connection.has_responses:
-            # Answers to what came before must not wait for what takes long.
+            # Responses to earlier requests must not wait for a request that takes long to serve.
             connection.has_responses = False
             connection.source.flush_elsewhere()

@@ -1,4 +1,4 @@
-"""Exceptions to protobuf errors and back, and to gRPC status codes: the one table of each."""
+"""Converts exceptions to protobuf errors and back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CODES: tuple[tuple[type[errors.GradwireError], link_pb2.Error.Code], ...] = (
     (errors.LinkError, Code.CODE_WORKER_LOST),
     (errors.InternalError, Code.CODE_INTERNAL),
 )
-"""Nearest type first."""
+"""More specific types come first."""
 
 _TYPES: dict[int, type[errors.GradwireError]] = {
     **{code: type_ for type_, code in reversed(_CODES)},
@@ -45,22 +45,23 @@ _TYPES: dict[int, type[errors.GradwireError]] = {
 
 
 _MAX_TEXT = 64 * 1024
-"""A message or traceback longer than this loses its middle: an error must never be too large to travel."""
+"""A longer message or traceback loses its middle: an error must never be too large to send."""
 
 _MOST_NOTES, _MAX_NOTE = 16, 4096
-"""An error gets a note in each process that it passes."""
+"""Bounds on the notes of an error: every process that an error passes through adds one."""
 
 
 _BECAME = ("made", "unknown", "failed")
-"""What may have become of a step on a worker: attributes of StepTorn."""
+"""Attributes of StepTorn: what may have happened to a step on a worker."""
 
 
 def describe(error: BaseException, worker: str) -> link_pb2.Error:
-    """An exception as it travels. `worker` says where it happened, unless the error already knows."""
+    """Converts an exception to its protobuf form. `worker` says where it was raised,
+    unless the error already says so."""
     try:
         return _describe(error, worker)
     except Exception as second:
-        # Whoever waits for the answer must get one, however odd the exception is.
+        # The requester must get a response, however odd the exception is.
         return link_pb2.Error(
             code=Code.CODE_RAISED,
             message=f"({type(second).__name__} while describing it)",
@@ -93,11 +94,12 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
                     described.details.append(error.reason)
                 if isinstance(error, errors.ResourceExhausted):
                     described.retry_after_seconds = error.retry_after or 0.0
-                    # What came from elsewhere was refused there. Here, whoever asked for it had started.
+                    # A relayed refusal came from another worker, and does not mean that this
+                    # worker's function has not started.
                     described.not_started = error.not_started and not _is_relayed(error)
                 return described
     if isinstance(error, errors.RemoteError):
-        # Raised further on and passed through here: its own type and traceback are what helps.
+        # Raised on another worker and passed through here: the user needs the original type and traceback.
         types = [error.remote_type, *(_qualified(t) for t in type(error).__mro__)]
         trace = f"{_format(error)}\n{error.remote_traceback}" if error.remote_traceback else _format(error)
         message = error.message.split(": ", 1)[1] if ": " in error.message else ""
@@ -120,7 +122,7 @@ def _describe(error: BaseException, worker: str) -> link_pb2.Error:
 
 
 def rebuild(error: link_pb2.Error) -> errors.GradwireError:
-    """The exception to raise for an error that arrived."""
+    """Converts a received protobuf error to the exception to raise."""
     worker = error.worker or None
     if error.code == Code.CODE_RAISED:
         return errors.RemoteError.from_remote(
@@ -155,18 +157,20 @@ _RELAYED = "_gradwire_came_from_elsewhere"
 
 
 def _is_relayed(error: errors.GradwireError) -> bool:
-    """Whether another process sent it here."""
+    """Whether the error was received from another process."""
     return _RELAYED in vars(error)
 
 
 def _told_by(error: errors.GradwireError, worker: str) -> str:
-    """The message of an error. If this process cannot reach a third one, the message says who tried."""
+    """The message of an error. If this process cannot reach a third process, the
+    message says which process tried."""
     is_of_another = isinstance(error, errors.LinkError) and error.worker not in (None, worker)
     return f"on {worker}: {error}" if is_of_another and not _is_relayed(error) else str(error)
 
 
 def _notes(error: BaseException) -> list[str]:
-    """What was noted on it, but for the traceback of a remote error, which travels itself."""
+    """The notes on an error, without the note that holds a remote traceback: the
+    traceback is sent in its own field."""
     notes = getattr(error, "__notes__", None)
     if not isinstance(notes, list):
         return []
@@ -181,7 +185,7 @@ def _qualified(type_: type) -> str:
 
 
 def _text(text: str, most: int = _MAX_TEXT) -> str:
-    """Text that protobuf takes, and not too much of it."""
+    """Valid UTF-8 text of at most `most` characters, and a line that says how many were left out."""
     if len(text) > most:
         left_out = len(text) - most
         half = most // 2
@@ -191,14 +195,14 @@ def _text(text: str, most: int = _MAX_TEXT) -> str:
 
 def _message(error: BaseException) -> str:
     try:
-        # KeyError shows the repr of its key, which is what one wants to read; so does the traceback.
+        # str() of a KeyError is the repr of its key, which is also what the traceback shows.
         return str(error)
     except Exception:
         return "(its message could not be shown)"
 
 
 def _format(error: BaseException) -> str:
-    # Frames of gradwire's own machinery above the user's function say nothing to the user.
+    # Frames of gradwire itself above the user's function are of no use to the user.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and _is_machinery(trace):
         trace = trace.tb_next

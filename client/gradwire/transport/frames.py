@@ -1,8 +1,8 @@
-"""Frames to bytes and back.
+"""Encodes and decodes frames.
 
-What is written to a stream is always a valid protobuf Envelope. Chunks, which carry nearly all bytes,
-are written and read by hand: the prefix is computed, the payload is copied once. Everything else goes
-through the generated code, which is as fast for small messages.
+Every write to a stream is a valid protobuf Envelope. Chunks make up nearly all bytes, so they are encoded
+and decoded by hand, which copies their data only once. All other frames go through the generated code, which
+is as fast for small messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 LENGTH = struct.Struct("<I")
-"""What stands before each Envelope on a socket that has no messages of its own."""
+"""The length prefix of each Envelope on a socket, which has no message boundaries of its own."""
 
 # Tags: field number << 3 | wire type (0 varint, 2 length-delimited).
 _ENVELOPE_FRAME = b"\x0a"
@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 
 
 class RequestFrame(NamedTuple):
-    """A Request, whose body protobuf would copy each time that it is looked at."""
+    """A Request whose body was copied out once: protobuf copies a bytes field each time that it is read."""
 
     id: int
     method: int
@@ -77,7 +77,7 @@ def _varint(number: int) -> bytes:
 
 
 def chunk(transfer: int, offset: int, total: int, data: memoryview) -> bytes:
-    """An Envelope with one Chunk, byte for byte what the generated code would write."""
+    """An Envelope with one Chunk, byte for byte as the generated code would encode it."""
     fields = b"".join(
         (
             _CHUNK_TRANSFER + _varint(transfer) if transfer else b"",
@@ -92,7 +92,7 @@ def chunk(transfer: int, offset: int, total: int, data: memoryview) -> bytes:
 
 
 def parse_chunk(data: bytes) -> Chunk | None:
-    """Reads an Envelope that holds just one Chunk as `chunk` writes it; None if it is anything else."""
+    """Decodes an Envelope with exactly one Chunk as `chunk` encodes it; None if the data is anything else."""
     if data[:1] != _ENVELOPE_FRAME:
         return None
     try:
@@ -128,11 +128,11 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
             return result, at
         shift += 7
         if shift > 63:
-            raise IndexError  # not a varint; let the generated parser say what is wrong
+            raise IndexError  # not a varint: leave it to the generated parser to describe the error
 
 
 def parse(data: bytes) -> Sequence[link_pb2.Frame]:
-    """Reads any Envelope."""
+    """Decodes any Envelope."""
     try:
         return link_pb2.Envelope.FromString(data).frames
     except DecodeError as error:
@@ -140,7 +140,7 @@ def parse(data: bytes) -> Sequence[link_pb2.Frame]:
 
 
 def envelope(frame: link_pb2.Frame) -> bytes:
-    """One frame as the bytes to write."""
+    """Encodes an Envelope with one frame."""
     body = frame.SerializeToString()
     return b"".join((_ENVELOPE_FRAME, _varint(len(body)), body))
 

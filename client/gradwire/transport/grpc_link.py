@@ -1,9 +1,9 @@
 """The connecting end of a link over gRPC.
 
-A thread of its own keeps the link: it opens the two streams, and new ones after a cut, until the other end
-has been out of reach for too long or is not who it was. Others read the streams: what comes may set off code
-that waits for this very link, and the thread that keeps it must be free to mend it. Where the worker is on
-the same host, a local socket takes the place of the second stream, and carries everything.
+A supervising thread opens the two streams, and opens new ones after a cut, until the worker has been
+unreachable for too long or was restarted. Other threads read the streams: a received request may run code
+that waits for this very link, and the supervising thread must stay free to reconnect. If the worker is on the
+same host, a local socket replaces the second stream and carries all frames.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _DRAIN_SECONDS = 0.5
 
 
 class _Broken(Exception):
-    """The streams ended; there may be another try."""
+    """The streams ended; connecting may be tried again."""
 
 
 class GrpcLink(Session):
-    """A link to a worker that listens. `connect` must come first."""
+    """A link to a worker that listens. Call `connect` before anything else."""
 
     def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
         super().__init__(local, PeerIdentity(0, target, ""), handler, settings)
@@ -65,14 +65,14 @@ class GrpcLink(Session):
         self._session = new_id()
         self._connect_timeout = settings.connect_timeout
         self._wait_for_ready = settings.wait_for_ready
-        """To connect, for so long."""
+        """Whether connecting is tried again until the timeout."""
         self._was_welcomed = False
         self._calls: tuple[Any, ...] = ()
-        """The streams that are open or being opened."""
+        """The gRPC calls of the streams that are open or being opened."""
         self._is_attached = False
-        """Whether they carry the session yet."""
+        """Whether the session is attached to the streams."""
         self._break_reason = ""
-        """Why the first stream that broke did, once one has."""
+        """Why the first of the two streams broke; empty while both are open."""
         self._connected = threading.Event()
         self._ending = threading.Event()
         self._goodbye_timer: Timer | None = None
@@ -87,10 +87,10 @@ class GrpcLink(Session):
         connect_timeout: float | None = None,
         wait_for_ready: bool | None = None,
     ) -> None:
-        """Returns when the other end has answered; raises ConnectFailed if it does not in time.
+        """Returns when the worker has responded; raises ConnectFailed if it does not within the timeout.
 
-        `time_left` is what the surroundings allow: DeadlineExceeded if that is less. `patience` and
-        `tries_again` take the place of what the settings say of `connect_timeout` and `wait_for_ready`.
+        `time_left` is the time until the caller's own deadline: DeadlineExceeded if it ends before the
+        timeout does. `connect_timeout` and `wait_for_ready` override the settings of the same names.
         """
         if connect_timeout is not None:
             self._connect_timeout = connect_timeout
@@ -121,7 +121,8 @@ class GrpcLink(Session):
         self._ending.set()
         self._connected.set()
         if self._is_attached:
-            # The goodbye has this long to leave; a peer that does not read must not keep the threads.
+            # The goodbye must be written within this time: a peer that does not
+            # read must not keep the threads.
             self._goodbye_timer = call_later(_GOODBYE_SECONDS, self._cut)
         else:
             self._cut()
@@ -134,7 +135,7 @@ class GrpcLink(Session):
         if self._supervisor.is_alive() and threading.current_thread() is not self._supervisor:
             self._supervisor.join(2 * _GOODBYE_SECONDS)
 
-    # -- the keeper's thread
+    # -- the supervising thread
 
     def _supervise(self) -> None:
         try:
@@ -166,14 +167,14 @@ class GrpcLink(Session):
             if self.detach(streams):
                 log.info("the link to %s was cut: %s", self.peer, reason)
                 give_up_at = time.monotonic() + self.settings.lost_after
-                if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC says so in words only
+                if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC has no code for this
                     give_up_at -= silence_before_cut(self.settings)
                 backoff = _FIRST_BACKOFF
             is_only_try = not self._was_welcomed and not self._wait_for_ready
             if self._ended is None and (is_only_try or time.monotonic() >= give_up_at):
                 self.ended_by_timeout = self._was_welcomed
                 self.abort(self._unreachable_error(reason))
-            # Full jitter: many clients of one worker must not come back all at once.
+            # Full jitter: many clients of one worker must not reconnect all at once.
             left = max(give_up_at - time.monotonic(), 0.0)
             self._ending.wait(min(between(0, backoff), left))
             backoff = min(2 * backoff, _LAST_BACKOFF)
@@ -189,7 +190,7 @@ class GrpcLink(Session):
     def _run_session(
         self, control: grpc.Channel, bulk: grpc.Channel, streams: StreamPair, attempt: int, give_up_at: float
     ) -> None:
-        """Opens the streams and reads until they end."""
+        """Opens the streams, and runs the session over them until they end."""
         handshake_seconds = 0.0
         try:
             with self._cut_if_silent(give_up_at) as handshake_seconds:
@@ -197,7 +198,7 @@ class GrpcLink(Session):
                 offer = self._welcome(_first_frame(control_call))
             connection = None
             if offer is not None and self.settings.same_host:
-                # Half of the time that is left: if nobody answers there, the rest is for the network.
+                # Half of the time that is left: if the socket does not respond, the rest is for the network.
                 connection = client_handshake(offer, self.target, (give_up_at - time.monotonic()) / 2)
             if connection is None:
                 with self._cut_if_silent(give_up_at) as handshake_seconds:
@@ -218,7 +219,7 @@ class GrpcLink(Session):
 
     @contextmanager
     def _cut_if_silent(self, give_up_at: float) -> Iterator[float]:
-        """Gives a stream so many seconds to answer."""
+        """Cancels the streams if they do not respond in time; yields how many seconds they have."""
         handshake_seconds = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
         timer = call_later(handshake_seconds, self._cut)
         try:
@@ -228,7 +229,7 @@ class GrpcLink(Session):
 
     def _run_over_socket(self, control_call: Any, connection: socket.socket, parent: Streams) -> None:
         local = LocalStreams(self.settings, self.quota, connection, parent)
-        # What is wrong with the worker shows there: it is pinged, and a worker that stopped does not answer.
+        # The control stream notices a stopped worker, since the worker no longer responds to its pings.
         if not control_call.add_callback(partial(local.close, discard=True)):
             local.close(discard=True)
         self.attach(local)
@@ -262,7 +263,8 @@ class GrpcLink(Session):
         self._connected.set()
         try:
             over.wait()  # gRPC calls back whatever way a stream ends
-            # What came before its end may be a goodbye. Unless its reader is stuck, it is taken in at once.
+            # The last frame of the ended stream may be a goodbye. Its reader handles
+            # it at once, unless it is stuck.
             next(reader for call, reader in readers if not call.is_active()).join(_DRAIN_SECONDS)
         finally:
             self._is_attached = False
@@ -289,21 +291,21 @@ class GrpcLink(Session):
             codecs=self.settings.codecs,
         )
         outbox.put(frames.envelope(link_pb2.Frame(hello=hello)))
-        # Frames are bytes already: no serializers.
+        # Frames are encoded already, so gRPC gets no serializers.
         open_stream: Any = channel.stream_stream(LINK_METHOD)
         call = open_stream(iter(outbox))
         self._calls = (call,) if role == link_pb2.Hello.ROLE_CONTROL else (*self._calls, call)
         if self._ended is not None:
-            call.cancel()  # whoever ended the link could not know of this one
+            call.cancel()  # the thread that ended the link could not know of this call
         return call
 
     def _welcome(self, frame: link_pb2.Frame) -> link_pb2.SameHost | None:
-        """Looks at how the worker answers. Returns the way around the network that it offers."""
+        """Checks the worker's response to Hello. Returns the local socket that it offers, if any."""
         kind = frame.WhichOneof("kind")
         if kind == "goodbye":
             error = faults.rebuild(frame.goodbye.error)
             if isinstance(error, Unavailable):
-                raise _Broken(str(error))  # it shuts down; another may take its place
+                raise _Broken(str(error))  # the worker shuts down; another may take over its address
             raise error
         if kind != "welcome":
             raise ProtocolError(f"{self.target} answered Hello with {kind}", worker=self.target)
@@ -335,7 +337,7 @@ class GrpcLink(Session):
                 self.receive_or_refuse(data, streams)
         except grpc.RpcError as error:
             reason = _explain(error, 0.0)
-        # One stream without the other is of no use: the keeper starts anew.
+        # One stream is of no use without the other: the supervising thread opens both anew.
         if self._ended is None and not streams.control.closed:
             self._break_reason = self._break_reason or reason
             self._cut()

@@ -14,7 +14,8 @@ __all__ = ["InProcessLink"]
 
 
 class InProcessLink(Session):
-    """One end; `pair` makes both. The frames are those of the wire, handed over by a thread each way."""
+    """One peer's end of the link; `pair` makes both. It uses the frames of the wire, delivered
+    by one thread per direction."""
 
     @classmethod
     def pair(
@@ -46,7 +47,7 @@ class InProcessLink(Session):
 
 
 def _deliver(there: InProcessLink, outbox: Outbox, streams: Streams) -> None:
-    # Ends when the sending end closes its outbox, which both close() and abort() do.
+    # Ends when the sending peer closes its outbox, which both close() and abort() do.
     for data in outbox:
         there.receive_or_refuse(data, streams)
     there.abort(WorkerLost(f"{there.peer} has gone without a word", worker=str(there.peer)))

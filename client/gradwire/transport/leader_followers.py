@@ -1,9 +1,9 @@
-"""Threads that take turns at reading: one at a time, and another while that one is occupied.
+"""The leader/followers pattern: one thread reads at a time, and a follower takes over while it is busy.
 
-To hand something over to another thread costs more than most small calls: that thread may be on another core,
-where nothing that it needs is at hand, and two threads of one process only wait for the interpreter. So a
-question is answered by the thread that read it. Should that take long, another thread stands in and goes on
-reading; where that happens again and again, questions are answered elsewhere for a while.
+Handing a request to another thread costs more than most small calls: the other thread may run on another core
+with cold caches, and two threads of one process wait for each other at the interpreter's lock. So the thread
+that reads a request also serves it. If serving takes long, a follower becomes the leader and goes on reading.
+If that happens repeatedly, requests are handed to other threads for a while.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ log = logging.getLogger("gradwire.link")
 
 _LIVENESS_SECONDS = 1.0
 _LONG_SECONDS = 4 * INLINE_SECONDS
-"""Longer is no worse."""
+"""Longer times are all counted as this one."""
 _RECENT = 0.2
-"""How much the latest answer says about the next, compared with all before. One that took long by chance says
-nothing: the machine was busy."""
+"""The weight of the latest request in the moving average of serving times. It is low because a single slow
+request may only mean that the machine was busy."""
 _FIRST_SKIPPED, _MOST_SKIPPED = 8, 64
-"""How many questions go elsewhere after some that took long."""
+"""How many requests are handed to other threads after requests that took long."""
 
 
 class InlinePolicy:
-    """How long it takes to answer what comes from one place."""
+    """Decides from a moving average of serving times whether requests of one
+    connection run on the reading thread."""
 
     __slots__ = ("_seconds", "_skipped", "_to_skip")
 
@@ -39,7 +40,7 @@ class InlinePolicy:
         self._skipped = self._to_skip = 0
 
     def may_run_inline(self) -> bool:
-        """Whether the next question may be expected to take no time."""
+        """Whether the next request is expected to be fast enough to run on the thread that read it."""
         if self._skipped < self._to_skip:
             self._skipped += 1
             return False
@@ -47,7 +48,7 @@ class InlinePolicy:
         return True
 
     def took(self, seconds: float) -> None:
-        """One of them took so long."""
+        """Records how many seconds a request took."""
         self._seconds += _RECENT * (min(seconds, _LONG_SECONDS) - self._seconds)
         if self._seconds < INLINE_SECONDS:
             self._to_skip = 0
@@ -56,31 +57,32 @@ class InlinePolicy:
 
 
 class LeaderFollowers(ABC):
-    """What reads, and the threads that do."""
+    """A source of frames, and the threads that read it in turn."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._leader: object | None = None
-        """Who reads."""
+        """A token of the thread that reads; None if no thread reads."""
         self._leader_thread = 0
-        """The thread that does."""
+        """The identifier of the leader's thread; 0 if no thread reads."""
         self._followers = 0
-        """Threads that wait for their turn."""
+        """How many threads wait to become the leader."""
         self._inline_policy = InlinePolicy()
-        """Of where the last thing came from that was read."""
+        """The policy of the connection that the last frame came from."""
         self._busy_since = 0.0
-        """Since when the one who reads is occupied with a question. 0: it is not."""
+        """Since when the leader has been serving a request; 0 if it is not serving one."""
         self._has_blocked = False
-        """Whether it has waited for somebody else meanwhile. What it took until then has been noted."""
+        """Whether the leader has waited for another peer while serving. Its time
+        until then has been recorded."""
         self._ended = False
 
     @abstractmethod
     def _lead(self, me: object) -> None:
-        """Reads for as long as it is one's turn."""
+        """Reads and serves frames for as long as `me` is the leader."""
 
     def _may_lead(self) -> bool:
-        """Whether somebody may take a turn. With the lock held."""
+        """Whether a follower may become the leader. The lock is held."""
         return self._leader is None
 
     def _run_thread(self, *, is_ready: bool = False) -> None:
@@ -91,11 +93,11 @@ class LeaderFollowers(ABC):
                 if not is_ready:
                     self._followers += 1
                 is_ready = False
-                # Looked at now and then, should nobody notice that it is free.
+                # Checked periodically, in case no thread was notified that there is no leader.
                 while not self._changed.wait_for(lambda: self._ended or self._may_lead(), _LIVENESS_SECONDS):
                     if is_extra and self._followers > 1:
                         self._followers -= 1
-                        return  # there are others
+                        return  # there are other followers
                 self._followers -= 1
                 if self._ended:
                     return
@@ -103,41 +105,42 @@ class LeaderFollowers(ABC):
             self._lead(me)
 
     def _finish_frame(self, me: object) -> bool:
-        """What was read last has been taken in, and answered if that was possible here. Whether it is still
-        one's turn. With the lock held."""
+        """Called after a frame was handled: records how long it took. Returns whether `me` is still
+        the leader. The lock is held."""
         if self._leader is not me:
-            return False  # somebody stands in
+            return False  # another thread is the leader now
         if self._busy_since:
             if not self._has_blocked:
                 self._inline_policy.took(time.monotonic() - self._busy_since)
             self._busy_since = 0.0
         return True
 
-    # -- answering where the question was read
+    # -- serving requests on the thread that read them
 
     def may_run_inline(self) -> bool:
-        """Whether what was just read may be worked on by the thread that read it.
+        """Whether the thread that read a request may serve it.
 
-        From then on others may read: all that was read before must have been taken in.
+        From then on another thread may read, so all frames read before must have been handled.
         """
         if not self._inline_policy.may_run_inline():
             return False
         self._has_blocked = False
         self._busy_since = time.monotonic()
         if not watch(self):
-            self._busy_since = 0.0  # nobody would notice that it takes long
+            self._busy_since = 0.0  # without a watchdog nothing would notice that serving takes long
             return False
         return True
 
     def about_to_block(self) -> None:
-        """For the code that answers: it is about to wait. Others need not wait with it."""
+        """Called by a serving thread that is about to wait for another peer. If other connections need a
+        reader, a follower takes over."""
         if self._leader_thread != threading.get_ident():
             return
         with self._lock:
             if self._leader_thread != threading.get_ident() or not self._busy_since:
-                return  # somebody stands in by now
+                return  # another thread is the leader by now
             if not self._has_blocked:
-                # How long it waits says nothing about the next question.
+                # The time that it waits says nothing about how long the next request will take.
                 self._inline_policy.took(time.monotonic() - self._busy_since)
                 self._has_blocked = True
             if self._has_other_connections():
@@ -149,13 +152,13 @@ class LeaderFollowers(ABC):
 
     @abstractmethod
     def _has_pending_work(self) -> bool:
-        """Whether anything waits for the one who reads and is occupied. With the lock held."""
+        """Whether frames or responses wait for the busy leader. The lock is held."""
 
     def check(self, now: float) -> bool:
-        """Lets another thread go on if the one who reads is occupied for long, or is missed, or if nobody
-        reads for long.
+        """Called by the watchdog: promotes a follower if the leader is busy for long, if work waits for a
+        busy leader, or if there has been no leader for long.
 
-        Whether there is anything to look at.
+        Returns whether the watchdog must check again.
         """
         with self._lock:
             if self._leader is not None:
@@ -164,7 +167,8 @@ class LeaderFollowers(ABC):
                 occupied = now - self._busy_since
                 if occupied < INLINE_SECONDS or (occupied < _LONG_SECONDS and not self._has_pending_work()):
                     return True
-                # Also if it waits: it may be for what has come over the connection that nobody reads.
+                # Even if the leader waits for another peer: the response may be on the
+                # connection that nothing reads.
                 self._inline_policy.took(_LONG_SECONDS)
                 self._revoke()
             if self._promote_follower():
@@ -172,11 +176,12 @@ class LeaderFollowers(ABC):
             return not self._ended
 
     def _revoke(self) -> None:
-        """Takes the turn from the one who is occupied. With the lock held."""
+        """Makes the busy leader lose its role; it only finishes its request. The lock is held."""
         self._leader, self._leader_thread, self._busy_since = None, 0, 0.0
 
     def _promote_follower(self) -> bool:
-        """Has another thread read, if it is free to. Whether one does. With the lock held."""
+        """Wakes or starts a follower, if one may become the leader. Returns
+        whether it did. The lock is held."""
         if self._ended:
             self._changed.notify_all()
             return False
@@ -193,6 +198,6 @@ class LeaderFollowers(ABC):
                 thread.start()
             except RuntimeError as error:
                 self._followers -= 1
-                log.warning("no thread can be had: %s", error)  # it is tried again
+                log.warning("cannot start a thread: %s", error)  # the watchdog tries again
                 return False
         return True

@@ -1,8 +1,8 @@
-"""What waits to be written to a socket between two processes of one host.
+"""The outbox of a socket between two processes of one host.
 
-Whoever has something to say writes it to the socket itself, and what others say meanwhile along with it: no
-thread stands between. Only what the socket does not take at once, and large tensors that have to be copied
-into shared memory, are left to a thread of its own.
+A thread that puts a frame also writes it to the socket, along with frames that other threads put meanwhile:
+no handover to a writer thread delays it. A background thread only writes frames that the socket did not
+accept at once, and copies large tensors into shared memory.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["LocalOutbox"]
 log = logging.getLogger("gradwire.link")
 
 _COPIED_BYTES = 4 << 20
-"""How much of an attachment is copied at a turn. What is no larger is copied by the thread that sends it: to
-wake another takes longer."""
+"""How many bytes of an attachment are copied at a time. A smaller attachment is copied by the thread that
+sends it, since waking the background thread would take longer."""
 _CHECK_SECONDS = 1.0
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
-"""As a plain number: what is computed with the members of an enum takes longer than a system call."""
+"""A plain integer: arithmetic with enum members takes longer than a system call."""
 _FINISH_SECONDS = 5.0
 
 
 class LocalOutbox:
-    """Takes the place of an `Outbox`."""
+    """Replaces `Outbox` on a local socket."""
 
     def __init__(self, connection: socket.socket, segment_pool: SegmentPool) -> None:
         self._connection = connection
@@ -42,42 +42,45 @@ class LocalOutbox:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._frames: deque[tuple[bytes, Segment | None]] = deque()
-        """Each with the segment that it announces, if any."""
+        """The frames to write, each with the segment that it announces, if any."""
         self._unsent = memoryview(b"")
-        """The rest of what is being written, and the segment whose descriptor goes with it."""
+        """The unwritten rest of the current write, and in `_announced` the segment
+        whose descriptor goes with it."""
         self._announced: Segment | None = None
         self._writing = True
-        """Whether some thread writes, or will: before the start, the one that starts it."""
+        """Whether a thread writes or is about to. Initially True: the thread that
+        calls `start` writes first."""
         self._full = False
-        """Whether the socket took no more, so that it is up to the thread of its own."""
+        """Whether the socket accepted no more, so that the background thread continues writing."""
         self._transfers = RoundRobin()
         self._left_to_flush = self._left_bytes = 0
-        """How many of them, small ones, whoever flushes next copies."""
+        """How many small transfers, and how many bytes, the next thread that flushes copies."""
         self._filling: dict[OutgoingTransfer, Segment] = {}
         self._closed = False
         self.written = 0
-        """Bytes that were handed to the other end, those in shared memory included."""
+        """Bytes that were handed to the other peer, those in shared memory included."""
         self._unused: deque[int] = deque()
-        """Segments to return, with the next that is written."""
+        """Ids of segments to return to the other peer, with the next write."""
         self._notices: SimpleQueue[None] = SimpleQueue()
-        """For the thread of its own, to have a look at what there is to do."""
+        """Wakes the background thread to check for work."""
         self._thread = threading.Thread(target=self._run, name="gradwire-copy", daemon=True)
 
     def start(self) -> None:
-        """Nothing is written before this."""
+        """Starts writing. Frames that were put before wait until then."""
         self._thread.start()
         self._write()
 
     def put(self, frame: bytes) -> None:
-        """Adds a frame, unless the stream has ended: what matters is sent again over the next.
+        """Adds a frame, unless the stream has ended: the session sends what
+        matters again over the next streams.
 
-        It is written when somebody calls `flush`.
+        The frame is written when a thread calls `flush`.
         """
         if not self._closed:
             self._frames.append((frame, None))
 
     def flush(self) -> None:
-        """Writes what was put, if nobody is about to."""
+        """Writes the frames that were put, unless another thread is about to."""
         if self._left_to_flush:
             self._copy_here()
         if not self._frames:
@@ -86,17 +89,17 @@ class LocalOutbox:
         try:
             with self._lock:
                 if self._writing:
-                    return  # whoever writes takes it along
+                    return  # the thread that writes takes these frames along
                 self._writing = is_writer = True
             self._write()
         except BaseException:
-            # The user interrupts, and it cannot be told how much was written. What matters is sent again.
+            # An interrupt: it is unknown how much was written. The session sends what matters again.
             if is_writer:
                 self._break()
             raise
 
     def flush_elsewhere(self) -> None:
-        """Has the thread of its own do so."""
+        """Has the background thread flush."""
         self._notices.put(None)
 
     def put_transfer(self, transfer: OutgoingTransfer) -> None:
@@ -113,19 +116,21 @@ class LocalOutbox:
         self._notices.put(None)
 
     def drop_transfers(self, owner: tuple[bool, int] | None = None) -> None:
-        """Forgets what has not been handed over of a message's attachments, or of all."""
+        """Drops the unsent attachments of a message, or of all messages."""
         with self._lock:
             self._drop(owner)
 
     def return_segment(self, id: int, size: int) -> None:
-        """Nothing here uses it any more. Called by destructors, at any moment: only leaves a note."""
+        """Notes that this peer no longer uses a segment. Destructors call it at any
+        moment, so it must not lock."""
         self._unused.append(id)
         if size > _COPIED_BYTES:
-            # For want of it the other end would make a new one, which takes longer than a message.
+            # Returned at once: otherwise the other peer would make a new large segment,
+            # which costs more than a message.
             self._notices.put(None)
 
     def close(self, *, discard: bool = False) -> None:
-        """No more will be put. `discard`: nor will what waits be written."""
+        """Accepts no more frames. `discard`: does not write those that wait, either."""
         with self._lock:
             self._closed = True
             if discard:
@@ -141,7 +146,8 @@ class LocalOutbox:
         return self._closed
 
     def finish(self) -> None:
-        """Waits until no thread uses the connection any more. For the one who reads it, when that is over."""
+        """Waits until no thread uses the connection any more. Called by the thread
+        that read it, after its end."""
         self.close(discard=True)
         self._thread.join(_FINISH_SECONDS)
         with self._idle:
@@ -150,7 +156,8 @@ class LocalOutbox:
     # -- writing
 
     def _write(self) -> None:
-        """For the one who has set `_writing`: writes all that waits, or leaves it to the own thread."""
+        """Writes all frames that wait, or leaves the rest to the background thread.
+        The caller has set `_writing`."""
         sent = 0
         while True:
             with self._lock:
@@ -160,7 +167,7 @@ class LocalOutbox:
                 if not self._unsent and not self._load():
                     self._writing = False
                     if self._closed:
-                        self._idle.notify_all()  # nobody waits for it before
+                        self._idle.notify_all()  # only `finish` waits, and it closes first
                         self._shut(socket.SHUT_WR)
                     return
                 data, announced = self._unsent, self._announced
@@ -192,14 +199,15 @@ class LocalOutbox:
         return sent
 
     def _load(self) -> bool:
-        """Takes what is to be written next. False if there is nothing. With the lock held."""
+        """Takes the next frames to write. Returns False if there are none. The lock is held."""
         if not self._frames:
             return False
         if self._unused:
             self._return_unused()
         frame, self._announced = self._frames.popleft()
         joined, size = [frames.LENGTH.pack(len(frame)), frame], len(frame)
-        # A descriptor arrives with the bytes that it was sent with, so what announces one goes alone.
+        # A descriptor arrives with the bytes that it was sent with, so a frame that
+        # announces one is written alone.
         while self._announced is None and self._frames and self._frames[0][1] is None:
             size += len(self._frames[0][0])
             if size > COALESCED_BYTES:
@@ -210,7 +218,8 @@ class LocalOutbox:
         return True
 
     def _return_unused(self) -> None:
-        """Ahead of all else: what is asked for may be answered in the very same segments."""
+        """Puts the return of unused segments before all other frames: the other peer may need
+        these segments for its response."""
         unused = []
         while self._unused:
             unused.append(self._unused.popleft())
@@ -226,9 +235,9 @@ class LocalOutbox:
         try:
             self._connection.shutdown(how)
         except OSError:
-            pass  # the other end was faster
+            pass  # the other peer has closed the socket already
 
-    # -- the thread of its own
+    # -- the background thread
 
     def _run(self) -> None:
         try:
@@ -247,14 +256,15 @@ class LocalOutbox:
             self.segment_pool.close()
 
     def _wait_for_work(self) -> None:
-        """Waits for a notice, unless there is work. If there is none, sees to what nobody has done."""
+        """Waits for a notice, unless there is work. After a timeout, does what an
+        interrupted thread left undone."""
         try:
             if self._full or (self._transfers and not self._is_copied_elsewhere()):
                 self._notices.get_nowait()
             else:
                 self._notices.get(timeout=_CHECK_SECONDS)
         except Empty:
-            # Should whoever was to copy them have been interrupted.
+            # The thread that was to copy these transfers may have been interrupted.
             self._left_to_flush = self._left_bytes = 0
             idle = self.segment_pool.trim()
             if idle:
@@ -264,35 +274,37 @@ class LocalOutbox:
                 self._return_unused()
 
     def _is_copied_elsewhere(self) -> bool:
-        """Whether another thread copies, or is about to. It tells if there is more."""
+        """Whether another thread copies, or is about to. That thread puts a
+        notice if there is more to copy."""
         return self._left_to_flush > 0 or self._transfers.is_one_taken
 
     def _wait_until_writable(self) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLOUT)
-        # Whoever ends the stream shuts the socket down, which ends the wait.
+        # Ending the stream shuts the socket down, which ends the poll.
         if poll.poll(1000):
             self._full = False
             self._write()
 
     def _copy_here(self) -> None:
-        """Copies what is left to the thread that flushes."""
+        """Copies the small transfers that were left to the thread that flushes."""
         with self._lock:
             count, self._left_to_flush, self._left_bytes = self._left_to_flush, 0, 0
         try:
             for _ in range(count):
                 self._advance()
         except BaseException:
-            # The user interrupts amid a copy. What matters is sent again over new streams.
+            # An interrupt in the middle of a copy. The session sends what matters again over new streams.
             self.close(discard=True)
             raise
         if self._transfers:
-            self._notices.put(None)  # more came meanwhile
+            self._notices.put(None)  # more transfers were put meanwhile
 
     def _advance(self) -> None:
-        """One turn of one transfer: a piece is copied into shared memory or, without, put into a frame.
+        """Advances one transfer: copies a piece into shared memory or, without a
+        segment, puts it into a frame.
 
-        One thread at a time: they begin in order.
+        Only one thread at a time advances transfers, since transfers must begin in order.
         """
         with self._lock:
             if not self._transfers or self._transfers.is_one_taken:
@@ -314,7 +326,8 @@ class LocalOutbox:
                 if not done and not transfer.dropped:
                     if transfer not in self._filling:
                         self._filling[transfer] = segment
-                        # Others may be there before it, and yet all begin in order.
+                        # Announces the transfer: later transfers may be placed before it,
+                        # and yet all must begin in order.
                         self.put(frames.placed(transfer.id, 0, len(transfer.source.view)))
                     return
                 self._filling.pop(transfer, None)

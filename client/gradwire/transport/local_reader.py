@@ -1,8 +1,8 @@
-"""Who reads the local connection to a worker: whoever is about to wait for it anyway.
+"""Reads the local connection to a worker, preferably on a thread that waits for a response anyway.
 
-A thread that waits for an answer reads the connection itself, if no other does. A thread of the connection's
-own reads when nobody has done so for a while. The thread that supervises the link never reads: what comes may
-be a question whose answer waits for the same link, and somebody must be left to mend it.
+A thread that waits for a response reads the connection itself, if no other thread does. A background thread
+reads when no other thread has done so for a while. The thread that supervises the link never reads: a
+received request may run code that waits for the same link, and a thread must be left to reconnect.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from gradwire.transport.spinning import Spinning
 __all__ = ["LocalReader", "Source"]
 
 _GRACE_SECONDS = 0.005
-"""For so long after a thread read for itself nobody else reads: it is likely to come again."""
+"""After a caller's thread has read, the background thread does not read for this long: the
+caller is likely to read again."""
 _PAUSE_SECONDS = 0.001
-"""For so long after something was asked, by a program whose threads read for themselves, the connection's own
-thread does not read: it would only be in the way of one who asks much ..."""
+"""After a request was sent, by a program whose threads read for themselves, the background thread does not
+read for this long: it would compete with a caller that sends many requests."""
 _PATIENCE_SECONDS = 0.02
-"""... for so long at most."""
+"""The limit on how long the background thread may be held back in this way."""
 _RECENT_SECONDS = 0.25
 _LIVENESS_SECONDS = 1.0
 
@@ -40,16 +41,16 @@ class Source(Protocol):
     """A connection."""
 
     has_more: bool
-    """Whether the next frame is here already."""
+    """Whether the next frame has already been received."""
 
     def fileno(self) -> int: ...
 
     def __next__(self) -> bytes | None:
-        """The next frame; None if it has not come whole."""
+        """The next frame; None if it has not arrived completely."""
 
 
 class LocalReader(LeaderFollowers):
-    """Takes frames from a connection, one thread at a time."""
+    """Reads frames from a connection, one thread at a time."""
 
     def __init__(self, source: Source, receive: Callable[[bytes], None]) -> None:
         super().__init__()
@@ -59,16 +60,16 @@ class LocalReader(LeaderFollowers):
         self._unread_since = 0.0
         self._last_request_at = self._last_caller_read_at = -math.inf
         self._awaited_futures: dict[ResponseFuture, None] = {}
-        """Answers that threads wait for who could not read themselves. Each is taken out when it has come,
-        without the lock: people's destructors, which may do anything, run at any moment."""
+        """Responses that threads wait for without reading themselves. A settled future is removed without
+        taking the lock: users' destructors, which may do anything, run at any moment."""
         self._error: GradwireError | None = None
-        """Why it ended, if what came broke the protocol."""
+        """Why the connection ended, if the peer broke the protocol."""
         self._is_over = threading.Condition(self._lock)
-        """For `run`: whether it has ended, and nobody reads any more."""
+        """Tells `run` that the connection has ended and that no thread reads any more."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrival = select.poll()
         self._arrival.register(source.fileno(), select.POLLIN)
-        self._glance = select.poll()  # one of its own: no two threads may use the same
+        self._glance = select.poll()  # two threads must not share a poll object
         self._glance.register(source.fileno(), select.POLLIN)
         self._poll = select.poll()
         self._poll.register(source.fileno(), select.POLLIN)
@@ -76,9 +77,9 @@ class LocalReader(LeaderFollowers):
         self._spin = Spinning(self._poll)
 
     def run(self) -> None:
-        """Returns when the connection has ended, and sees to it until then that there is a thread that reads.
+        """Ensures that there is a thread that reads, and returns when the connection has ended.
 
-        Raises if what came broke the protocol.
+        Raises if the peer broke the protocol.
         """
         with self._lock:
             while not self._ended or self._is_caller_reading:
@@ -91,7 +92,7 @@ class LocalReader(LeaderFollowers):
             raise self._error
 
     def note_request_sent(self) -> None:
-        """Something was just asked over the connection."""
+        """Notes that a request was just sent over the connection."""
         self._last_request_at = time.monotonic()
 
     def _may_lead(self) -> bool:
@@ -127,7 +128,8 @@ class LocalReader(LeaderFollowers):
             with self._lock:
                 if not self._finish_frame(me):
                     return
-                # Those who had to wait are likely to ask again soon, and can read the answer themselves then.
+                # The threads that waited are likely to send further requests soon, and can then
+                # read the responses themselves.
                 is_last = was_awaited or (self._would_compete_with_caller() and not self._source.has_more)
                 if is_last and not self._awaited_futures:
                     self._leader, self._unread_since = None, time.monotonic()
@@ -155,10 +157,10 @@ class LocalReader(LeaderFollowers):
     def may_run_inline(self) -> bool:
         return not self._is_caller_reading and super().may_run_inline()
 
-    # -- reading for oneself
+    # -- reading on a caller's thread
 
     def read_for(self, future: ResponseFuture) -> None:
-        """Reads until there is an answer, if nobody else does. If somebody does, returns at once."""
+        """Reads until the response is there. Returns at once if another thread reads."""
         if future.done():
             return
         try:
@@ -176,11 +178,12 @@ class LocalReader(LeaderFollowers):
             finally:
                 self._stop_reading_as_caller(future)
         finally:
-            # Once more: the user may interrupt at any moment, and that is one, too.
+            # Repeated, since an interrupt may have ended the first call. It may come at any moment.
             self._stop_reading_as_caller(future)
 
     def _stop_reading_as_caller(self, future: ResponseFuture) -> None:
-        """Ends the turn of the one who waits for an answer, if it has it. Can be done again at any point."""
+        """Ends this caller's role as the leader, if it has it. Calling this
+        repeatedly is safe at any point."""
         if self._leader is not future:
             return
         with self._lock:
@@ -193,7 +196,7 @@ class LocalReader(LeaderFollowers):
         watch(self)
 
     def read_in_background(self, future: ResponseFuture) -> None:
-        """Has the connection read until there is an answer, by another thread than this."""
+        """Has another thread read the connection until the response is there."""
         self._note_awaited(future)
         with self._lock:
             self._promote_follower()
@@ -207,7 +210,7 @@ class LocalReader(LeaderFollowers):
         reader = threading.get_ident()
 
         def wake() -> None:
-            # Settled by something other than what this thread reads: a deadline, a cancellation.
+            # Another thread settled the future: a deadline or a cancellation.
             if threading.get_ident() != reader:
                 with self._lock:
                     if self._wake >= 0:
@@ -215,7 +218,7 @@ class LocalReader(LeaderFollowers):
 
         future.when_settled(wake)
         while not future.done():
-            # To be interrupted while waiting here is harmless.
+            # An interrupt while waiting here is harmless.
             if not self._source.has_more:
                 self._spin()
                 if (self._wake, select.POLLIN) in self._poll.poll():
@@ -230,11 +233,12 @@ class LocalReader(LeaderFollowers):
                 self._ended, self._error = True, error
                 return
             except BaseException:
-                # The user interrupts amid a frame, and it cannot be told how much of it was read.
+                # An interrupt in the middle of a frame: it is unknown how much of it was read.
                 self._ended, self._error = True, LinkClosed("reading the link was interrupted")
                 raise
             if frame is not None:
-                # What is half done could not be done again: it may be an answer that others wait for.
+                # Handling must not stop halfway: it cannot be repeated, and the frame may be a
+                # response that other threads wait for.
                 with Uninterrupted():
                     self._receive(frame)
 

@@ -1,5 +1,4 @@
-"""Carrying a session between two processes of one host: frames over a unix socket, large tensors in
-shared memory."""
+"""Streams between two processes of one host: frames over a unix socket, large tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ __all__ = ["LocalStreams"]
 
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
-"""In one read. The kernel drops what does not fit."""
+"""The most descriptors that one read accepts. The kernel drops any beyond this number."""
 _HOW_TO_READ, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT), int(socket.MSG_CTRUNC)
-"""As plain numbers: what is computed with the members of an enum takes longer than a system call."""
+"""Plain integers: arithmetic with enum members takes longer than a system call."""
 
 
 class LocalStreams(Streams):
-    """A socket that carries a session."""
+    """A local socket in place of a pair of gRPC streams."""
 
     inline_bytes = 128 * 1024
 
@@ -53,9 +52,9 @@ class LocalStreams(Streams):
         self._event_loop: EventLoop | None = None
 
     def run(self, session: Session, event_loop: EventLoop | None = None) -> None:
-        """Begins to write, and reads until either end closes. Raises if what came broke the protocol.
+        """Starts writing, and reads until either peer closes. Raises if the peer broke the protocol.
 
-        With a `event_loop` that does the reading; else whoever waits for something does.
+        An `event_loop`, if given, does the reading; otherwise threads that wait for responses do.
         """
         receive = partial(session.receive_or_refuse, streams=self)
         self._outbox.start()
@@ -70,7 +69,7 @@ class LocalStreams(Streams):
             self._release()
 
     def _release(self) -> None:
-        # Else these would keep one another, and what they have mapped, until the collector comes.
+        # Breaks reference cycles, which would keep mapped segments until the garbage collector runs.
         self._local_reader, self._event_loop, self._frames = None, None, iter(())
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -88,7 +87,7 @@ class LocalStreams(Streams):
         self._outbox.flush()
 
     def flush_elsewhere(self) -> None:
-        """The same, by another thread."""
+        """Has the background thread flush."""
         self._outbox.flush_elsewhere()
 
     def flush_response(self) -> None:
@@ -143,18 +142,19 @@ class LocalStreams(Streams):
         return None
 
     def _read_until_end(self) -> Iterator[bytes | None]:
-        """The frames that come, until either end closes. None where the next has not come whole."""
+        """The received frames, until either peer closes. None if the next frame
+        has not arrived completely."""
         try:
             yield from self._read()
         except OSError:
-            pass  # cut
+            pass  # the connection was cut
 
     def _read(self) -> Iterator[bytes | None]:
         space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
         received = bytearray()
         at = 0
         while True:
-            # One read brings many small frames.
+            # One read may bring many small frames.
             try:
                 data, ancillary, flags, _ = self._connection.recvmsg(_READ_BYTES, space, _HOW_TO_READ)
             except BlockingIOError:
@@ -212,6 +212,6 @@ class LocalStreams(Streams):
 
 
 def _is_complete(received: bytearray, at: int) -> bool:
-    """Whether a frame that begins there has come to its end."""
+    """Whether the frame that begins at `at` has arrived completely."""
     have = len(received) - at
     return have >= 4 and have >= 4 + int(LENGTH.unpack_from(received, at)[0])

@@ -1,8 +1,10 @@
-"""The memory budget for large questions: how many bytes of attachments may be on their way in, or wait.
+"""The memory budget for large requests: how many bytes of attachments may be
+arriving or waiting to be served.
 
-The other end of a link keeps to it by itself (`window`). This is for ends that do not, and for many ends at
-once: what finds no room is refused before anything of it runs, and is asked again later. What is being worked
-on no longer counts, so that questions which that work causes can always be asked.
+A well-behaved peer limits its requests itself (`window`). The budget protects against peers that do not, and
+against many peers at once: a request that exceeds it is refused before anything of it runs, and its requester
+sends it again later. A request that is being served no longer counts, so that the nested requests which it
+causes are never refused for its sake.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ class MemoryBudget:
         self._lock = threading.Lock()
 
     def take(self, size: int, already: int) -> bool:
-        """Whether there is room for so much more of a question that has `already` taken some.
+        """Reserves `size` more bytes for a request that has `already` reserved
+        some. Returns whether they fit.
 
-        One that is larger than everything finds room when it is alone.
+        A request that is larger than the whole budget fits if no other request has reserved anything.
         """
         with self._lock:
             if self._used > already and self._used + size > self._max_bytes:
@@ -41,17 +44,17 @@ class MemoryBudget:
 
 
 class Quota:
-    """What one link may use of a room."""
+    """What one link may use of the memory budget."""
 
     def __init__(self, max_bytes: int, budget: MemoryBudget) -> None:
         self.max_bytes = max_bytes
         self._budget = budget
         self._lock = threading.Lock()
         self._taken: dict[int, int] = {}
-        """By the question's id."""
+        """Reserved bytes by request id."""
 
     def take(self, request_id: int, size: int) -> bool:
-        """Whether there is room for so much more of a question."""
+        """Reserves `size` more bytes for a request. Returns whether they fit."""
         with self._lock:
             already = self._taken.get(request_id, 0)
             used = sum(self._taken.values())
@@ -63,9 +66,9 @@ class Quota:
             return True
 
     def give_back(self, request_id: int) -> None:
-        """It was answered, is being worked on, or will not come."""
+        """Releases the bytes of a request that runs now, has a response, or will not arrive."""
         if request_id not in self._taken:
-            return  # as is nearly always so, and should cost nothing
+            return  # the usual case, which should cost nothing
         with self._lock:
             self._budget.give_back(self._taken.pop(request_id, 0))
 

@@ -1,4 +1,4 @@
-"""What waits to be written to a stream: small frames leave together and first, transfers take turns."""
+"""The frames that wait to be written to a stream: small ones go first and together, transfers alternate."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger("gradwire.link")
 T = TypeVar("T")
 
 COALESCED_BYTES = 256 * 1024
-"""Small frames are joined into one write until it is this long."""
+"""Small frames are joined into one write of up to this many bytes."""
 
 
 class OutgoingTransfer:
-    """An attachment on its way out, taken piece by piece."""
+    """An attachment that is being sent, piece by piece."""
 
     __slots__ = ("chunk_bytes", "dropped", "id", "offset", "on_failed", "owner", "source")
 
@@ -38,22 +38,24 @@ class OutgoingTransfer:
         self.id = id
         self.source = source
         self.owner = owner
-        """The message that it belongs to: (is it a response, the request's id)."""
+        """The message that the attachment belongs to: (whether it is a response, the request's id)."""
         self.chunk_bytes = chunk_bytes
         self.on_failed = on_failed
         self.dropped = False
-        """Nobody wants the rest of it."""
+        """Whether the rest of the attachment is no longer wanted."""
         self.offset = 0
 
     def next_chunk(self) -> tuple[bytes | None, bool]:
-        """The next chunk, and whether it was the last. No chunk if the attachment cannot be sent."""
+        """The next chunk, and whether it is the last. None instead of a chunk if
+        the attachment cannot be sent."""
         return self.take(
             self.chunk_bytes,
             lambda piece: frames.chunk(self.id, self.offset, len(self.source.view), piece),
         )
 
     def take(self, at_most: int, use: Callable[[memoryview], T]) -> tuple[T | None, bool]:
-        """What is made of the next piece, and whether it was the last. None if it cannot be sent."""
+        """What `use` returns for the next piece, and whether it is the last. None if
+        the attachment cannot be sent."""
         try:
             view = self.source.view
             piece = view[self.offset : self.offset + at_most]
@@ -61,23 +63,24 @@ class OutgoingTransfer:
             self.offset += len(piece)
             done = self.offset >= len(view)
             if done:
-                # Only a transfer that was whole all along may be completed: the receiver waits for the
-                # last piece, so withholding it keeps torn data from ever being used.
+                # A modified attachment must never be completed. The receiver waits for the last piece, so
+                # withholding that piece keeps torn data from being used.
                 self.source.check_unmodified()
             return made, done
         except GradwireError as error:
             self.on_failed(self, error)
         except Exception as error:
-            # An exception here would end the stream, and the next one, which would meet it again.
+            # An exception here would end the stream, and also the next one, which
+            # would send the same attachment.
             log.exception("an attachment could not be read")
             self.on_failed(self, InternalError(f"an attachment could not be read: {error!r}"))
         return None, True
 
 
 class RoundRobin:
-    """Transfers that take turns: they begin in the order in which they are put.
+    """Transfers that alternate: they begin in the order in which they were put.
 
-    Guarded by the lock of whoever owns it.
+    The lock of the owning outbox guards it.
     """
 
     def __init__(self) -> None:
@@ -95,7 +98,7 @@ class RoundRobin:
         self._waiting.append(transfer)
 
     def take(self) -> OutgoingTransfer:
-        """The one whose turn it is. `put_back` must follow."""
+        """The transfer to advance next. `put_back` must follow."""
         self._taken = self._waiting.popleft()
         return self._taken
 
@@ -105,7 +108,7 @@ class RoundRobin:
             self._waiting.append(transfer)
 
     def drop(self, owner: tuple[bool, int] | None) -> list[OutgoingTransfer]:
-        """Forgets the transfers of a message, or all. Those that nobody will take any more."""
+        """Removes the transfers of a message, or all. Returns those that were waiting."""
         dropped = [transfer for transfer in self._waiting if owner in (None, transfer.owner)]
         if dropped:
             self._waiting = deque(transfer for transfer in self._waiting if transfer not in dropped)
@@ -115,7 +118,7 @@ class RoundRobin:
 
 
 class Outgoing(Protocol):
-    """What a session needs of whatever it writes to."""
+    """The outbox interface that a session writes to."""
 
     @property
     def written(self) -> int: ...
@@ -133,9 +136,9 @@ class Outgoing(Protocol):
 
 
 class Outbox:
-    """An iterator over the writes for one stream. Ends when it is closed and empty.
+    """An iterator over the writes to one stream. Ends when the outbox is closed and empty.
 
-    Transfers begin in the order in which they are put, and then take turns.
+    Transfers begin in the order in which they were put, and alternate from then on.
     """
 
     def __init__(self) -> None:
@@ -147,7 +150,8 @@ class Outbox:
         """Bytes that were handed to the stream."""
 
     def put(self, frame: bytes) -> None:
-        """Adds a frame, unless the stream has ended: what matters is sent again over the next."""
+        """Adds a frame, unless the stream has ended: the session sends what matters
+        again over the next streams."""
         with self._changed:
             if not self._closed:
                 self._frames.append(frame)
@@ -160,12 +164,12 @@ class Outbox:
                 self._changed.notify()
 
     def drop_transfers(self, owner: tuple[bool, int] | None = None) -> None:
-        """Forgets what has not been written of a message's attachments, or of all."""
+        """Drops the unwritten attachments of a message, or of all messages."""
         with self._changed:
             self._transfers.drop(owner)
 
     def close(self, *, discard: bool = False) -> None:
-        """No more will be put. `discard`: nor will what waits be written."""
+        """Accepts no more frames. `discard`: does not write those that wait, either."""
         with self._changed:
             self._closed = True
             if discard:
@@ -182,13 +186,13 @@ class Outbox:
 
     def __next__(self) -> bytes:
         data = self._next()
-        self.written += len(data)  # one thread writes a stream
+        self.written += len(data)  # only one thread writes a stream
         return data
 
     def _next(self) -> bytes:
         while True:
             with self._changed:
-                # Woken by put and close; whoever ends a stream closes its outbox.
+                # Woken by put and close; ending a stream always closes its outbox.
                 while not (self._frames or self._transfers or self._closed):
                     self._changed.wait()
                 if self._frames:

@@ -1,5 +1,5 @@
-"""What has come in of the messages on one set of streams: chunks become attachments, attachments and
-their message find each other in whatever order they arrive."""
+"""Reassembles the messages of one set of streams: joins chunks into attachments, and attachments with their
+message, in whatever order they arrive."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradwire.wire.hashing import check_dict_keys
 __all__ = ["Reassembler"]
 
 Key = tuple[bool, int]
-"""A message: (is it a response, the request's id)."""
+"""Identifies a message: (whether it is a response, the request's id)."""
 Message = RequestFrame | link_pb2.Response
 CompleteMessage = tuple[Message, Sequence[Buffer] | None]
-"""A message with all its attachments, or None instead of them if there was no room."""
+"""A message with all its attachments, or with None instead of them if they exceeded the memory budget."""
 
 
 _PAGE_BYTES = 4096
@@ -31,12 +31,12 @@ _PAGE_BYTES = 4096
 class _Transfer:
     total: int
     arriving: Arriving | None = None
-    """What comes in pieces."""
+    """The memory of an attachment that arrives in chunks, until it is complete."""
     buffer: Buffer | None = None
-    """When all of it is there."""
+    """The complete attachment."""
     filled: int = 0
     orphan_bytes: int = 0
-    """What counts of it as memory for no message."""
+    """How many bytes count as orphaned, since no message has claimed the transfer yet."""
 
     @property
     def complete(self) -> bool:
@@ -49,21 +49,21 @@ class _Waiting:
     transfers: Sequence[int]
     missing: set[int]
     size: int = 0
-    """Of what has begun of its attachments."""
+    """The total size of the attachments that have begun to arrive."""
 
 
 class Reassembler:
-    """Assembles the messages of one set of streams. Dropped with them.
+    """Reassembles the messages of one set of streams, and is dropped with them.
 
-    Two orders are relied on, and enforced: requests come in the order of their ids, and transfers begin in
-    the order of theirs. So what is still to come can be told from what never will, and nothing has to be
-    remembered about the latter.
+    It relies on two orders, and enforces them: requests arrive in the order of their ids, and transfers begin
+    in the order of theirs. So an id that is still to arrive can be told from one that never will, and nothing
+    has to be remembered about the latter.
     """
 
     MAX_EXPECTED = 100_000
-    """Things that are still to come, and to be thrown away then."""
+    """How many ids of unwanted requests and transfers that are still to arrive may be remembered."""
     MAX_BEGUN = 100_000
-    """Transfers of which something has come."""
+    """How many incomplete or unclaimed transfers there may be."""
 
     def __init__(
         self, max_bytes: int, quota: Quota | None = None, orphan_timeout: float | None = None
@@ -73,8 +73,8 @@ class Reassembler:
         self._max_bytes = max_bytes
         self._quota = quota or Quota(1 << 62, MemoryBudget())
         self._orphan_timeout = orphan_timeout
-        """How long to wait for the message of attachments that there is no room for without it. None: one
-        stream carries both, and waiting would be in vain."""
+        """How long a chunk that exceeds the quota for orphans waits for its message. None: one stream carries
+        both chunks and messages, so the message could not arrive during the wait."""
         self._closed = False
         self._transfers: dict[int, _Transfer] = {}
         self._waiting: dict[Key, _Waiting] = {}
@@ -82,20 +82,20 @@ class Reassembler:
         self._last_request = 0
         self._last_begun = 0
         self._cancelled: set[int] = set()
-        """Requests that were cancelled before they came."""
+        """Requests that were cancelled before they arrived."""
         self._unwanted: set[int] = set()
-        """Transfers that nobody wants, before they have begun."""
+        """Transfers that are unwanted, and have not begun to arrive."""
         self._orphan_bytes = 0
-        """Memory taken for attachments whose message has not come."""
+        """Memory taken by attachments whose message has not arrived."""
 
     @property
     def held(self) -> int:
-        """Bytes that have come of what is still arriving."""
+        """How many bytes of incomplete attachments have arrived."""
         with self._lock:
             return sum(transfer.filled for transfer in self._transfers.values())
 
     def close(self) -> None:
-        """Nothing more will come. What has come of something is let go of at once, whoever refers to this."""
+        """Frees everything that has arrived, even if other objects still refer to the reassembler."""
         with self._lock:
             self._closed = True
             for is_response, id in self._waiting:
@@ -108,7 +108,8 @@ class Reassembler:
             self._claimed.notify_all()
 
     def chunk(self, chunk: Chunk) -> CompleteMessage | None:
-        """Takes a piece of an attachment. Returns the message that it completes or overflows, if any."""
+        """Takes a piece of an attachment. Returns the message that it completes, or that
+        exceeds the budget with it."""
         with self._lock:
             if self._closed:
                 return None
@@ -128,7 +129,7 @@ class Reassembler:
                 )
             if transfer.arriving is None:
                 raise MalformedMessage(f"transfer {chunk.transfer} comes in a segment, and yet in chunks")
-        # Copied outside the lock: the chunks of one transfer come on one stream, one after another.
+        # Copied outside the lock: the chunks of one transfer arrive one after another, on one stream.
         try:
             transfer.arriving.write(chunk.offset, chunk.data)
         except MemoryError as error:
@@ -136,7 +137,7 @@ class Reassembler:
         with self._lock:
             transfer.filled = end
             if self._transfers.get(chunk.transfer) is not transfer:
-                return None  # it was dropped meanwhile
+                return None  # the transfer was dropped meanwhile
             if chunk.transfer not in self._wanted_by:
                 taken = -(-end // _PAGE_BYTES) * _PAGE_BYTES
                 self._orphan_bytes += taken - transfer.orphan_bytes
@@ -147,19 +148,19 @@ class Reassembler:
             return self._completed(chunk.transfer)
 
     def begin(self, id: int, total: int) -> None:
-        """Takes note of an attachment that will be placed later: others may be placed before it."""
+        """Notes an attachment that will be placed later: other attachments may be placed before it."""
         with self._lock:
             if self._may_begin(id, total):
                 self._transfers[id] = _Transfer(total)
 
     def place(self, id: int, buffer: Buffer) -> CompleteMessage | None:
-        """Takes an attachment that comes in one piece. Returns the message that it completes, or that it has
-        no room for."""
+        """Takes an attachment that arrived in one piece. Returns the message that it completes, or that
+        exceeds the budget with it."""
         with self._lock:
             if self._closed:
                 return None
             if id not in self._transfers and (id <= self._last_begun or not self._may_begin(id, len(buffer))):
-                return None  # nobody wants it
+                return None  # the attachment is unwanted
             self._transfers[id] = _Transfer(len(buffer), buffer=buffer, filled=len(buffer))
             key = self._wanted_by.get(id)
             if key is not None:
@@ -169,13 +170,14 @@ class Reassembler:
             return self._completed(id)
 
     def message(self, key: Key, transfers: Sequence[int], message: Message) -> CompleteMessage | None:
-        """Takes a message. Returns it if all its attachments are there."""
+        """Takes a message. Returns it if all its attachments have arrived."""
         with self._lock:
             if self._is_cancelled(key):
-                self._forget(transfers)  # a cancellation comes behind the last chunk
+                self._forget(transfers)  # a cancellation is sent after the last chunk, so no more will arrive
                 return None
             is_response, _ = key
-            # There is room for an answer in any case. To read its body would copy it.
+            # Responses are exempt from the budget, so their bodies, which
+            # protobuf would copy, are not measured.
             body = 0 if is_response else counted_size(message.body)
             if body and not self._take(key, body):
                 self._forget(transfers, more_to_come=True)
@@ -198,20 +200,20 @@ class Reassembler:
                     self._orphan_bytes -= begun.orphan_bytes
                     begun.orphan_bytes = 0
                     if begun.arriving is not None or begun.complete:
-                        size += begun.total  # what is placed later counts then
+                        size += begun.total  # an attachment that is placed later is counted then
             self._grow(key, size)
             if not self._take(key, size):
                 return self._refuse(key)
             return self._take_if_complete(key)
 
     def skip(self, key: Key, transfers: Sequence[int]) -> None:
-        """Takes a message that nobody wants, and throws away its attachments when they come."""
+        """Takes an unwanted message, and discards its attachments as they arrive."""
         with self._lock:
             self._is_cancelled(key)
             self._forget(transfers, more_to_come=True)
 
     def drop(self, key: Key) -> None:
-        """Forgets a message: one that waits for attachments, or a request that is still to come."""
+        """Drops a message that waits for attachments, or a request that is still to arrive."""
         with self._lock:
             waiting = self._waiting.pop(key, None)
             is_response, id = key
@@ -236,10 +238,10 @@ class Reassembler:
         return cancelled
 
     def _begin(self, chunk: Chunk) -> _Transfer | None:
-        """A transfer that begins with a chunk; None if it is not wanted."""
+        """The transfer that begins with a chunk; None if it is unwanted."""
         if chunk.offset:
             if chunk.transfer <= self._last_begun:
-                return None  # the rest of something that was dropped
+                return None  # the rest of a transfer that was dropped
             raise MalformedMessage(f"transfer {chunk.transfer} lacks its first {chunk.offset} bytes")
         if not self._may_begin(chunk.transfer, chunk.total):
             return None
@@ -268,7 +270,7 @@ class Reassembler:
         return True
 
     def _completed(self, id: int) -> CompleteMessage | None:
-        """A transfer is complete. The message that this completes."""
+        """Marks a transfer as complete. Returns the message that this completes, if any."""
         key = self._wanted_by.get(id)
         if key is None:
             return None
@@ -276,7 +278,8 @@ class Reassembler:
         return self._take_if_complete(key)
 
     def _take(self, key: Key, size: int) -> bool:
-        """Whether there is room for more of a message. Answers were asked for, so there is."""
+        """Reserves memory for more of a message. Returns whether it fits; responses always do,
+        since this peer requested them."""
         is_response, id = key
         return is_response or self._quota.take(id, size)
 
@@ -287,8 +290,8 @@ class Reassembler:
         return waiting.message, None
 
     def _await_message(self, chunk: Chunk) -> bool:
-        """Where a piece is too much to keep for no message: waits for the one that it belongs to, which comes
-        on another stream. False if nobody wants the piece."""
+        """If orphaned chunks exceed the quota, waits for the message that claims this chunk, which arrives on
+        the other stream. Returns False if the chunk is unwanted."""
         if chunk.transfer in self._wanted_by or self._orphan_timeout is None:
             return True
         if self._orphan_bytes + len(chunk.data) <= max(self._quota.max_bytes, _PAGE_BYTES):
@@ -302,7 +305,7 @@ class Reassembler:
         return not self._closed and chunk.transfer in self._transfers
 
     def _check_transfers(self, transfers: Sequence[int]) -> None:
-        check_dict_keys(transfers)  # the other end chose them
+        check_dict_keys(transfers)  # the other peer chose them
         if len(dict.fromkeys(transfers)) != len(transfers) or any(id in self._wanted_by for id in transfers):
             raise MalformedMessage("a transfer was named as an attachment twice")
         for id in transfers:
@@ -310,7 +313,7 @@ class Reassembler:
                 raise MalformedMessage(f"transfer {id} was named as an attachment, but will not come")
 
     def _grow(self, key: Key, more: int) -> None:
-        """So much more has begun of a message's attachments."""
+        """Adds to the size of a message's attachments that have begun to arrive."""
         waiting = self._waiting[key]
         waiting.size += more
         if waiting.size > self._max_bytes:
@@ -341,7 +344,8 @@ class Reassembler:
         self._claimed.notify_all()
 
     def _remember_id(self, ids: set[int], id: int, past: int) -> set[int]:
-        """Adds one to the ids that are still to come. Those up to `past` never will."""
+        """Adds an id to the ids that are still to arrive. Ids up to `past` never
+        will, and may be forgotten."""
         if len(ids) >= self.MAX_EXPECTED:
             ids = {later for later in ids if later > past}
             if len(ids) >= self.MAX_EXPECTED:

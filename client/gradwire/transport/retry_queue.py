@@ -1,4 +1,4 @@
-"""Questions that the other end was too busy for: they rest a while, and are asked again."""
+"""Requests that the other peer refused because it was too busy: they wait, and are sent again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ __all__ = ["RetryQueue"]
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 5.0
 _PATIENCE_SECONDS = 120.0
-"""How long a question without a deadline is asked again and again."""
+"""How long a request without a deadline is sent again and again."""
 
 
 class RetryQueue:
-    """Asks again, with growing and random pauses, for as long as the question's deadline or patience allows.
+    """Sends refused requests again after growing, random pauses, until their deadline or a limit.
 
-    Only what the other end refused before anything of it ran: asking again cannot make it run twice.
+    Only requests that the other peer refused before anything of them ran: sending them
+    again cannot make them run twice.
     """
 
     def __init__(self, send_again: Callable[[OutboundCall], None]) -> None:
@@ -32,11 +33,12 @@ class RetryQueue:
         self._retries: dict[OutboundCall, Timer] = {}
 
     def schedule(self, call: OutboundCall, error: link_pb2.Error) -> bool:
-        """Whether a refused question will be asked again; if not, the refusal is the answer."""
+        """Schedules a refused request to be sent again. Returns False if the refusal is
+        final, and is the response."""
         if not error.not_started or error.retry_after_seconds <= 0:
             return False
         pause = min(max(error.retry_after_seconds, _SHORTEST_PAUSE * 2**call.refusals), _LONGEST_PAUSE)
-        # Jitter: those who were refused together must not come back together.
+        # Jitter: requests that were refused together must not be sent again together.
         pause *= between(0.5, 1.5)
         if call.refusals == 0:
             call.refused_since = time.monotonic()
@@ -52,7 +54,7 @@ class RetryQueue:
         return True
 
     def end(self, error: GradwireError) -> None:
-        """Nothing will be asked any more."""
+        """Fails all requests that wait to be sent again."""
         with self._lock:
             waiting, self._retries = self._retries, {}
         for call, timer in waiting.items():

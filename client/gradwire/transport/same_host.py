@@ -1,7 +1,8 @@
-"""How two processes of one host find out that they are, and meet at a unix socket.
+"""The handshake in which two processes find that they share a host, and switch to a unix socket.
 
-The worker offers the socket in its Welcome. The client takes the offer if it can: the socket is in Linux's
-abstract namespace, so it can only be reached in the same network namespace, and it vanishes with its process.
+The worker offers the socket in its Welcome, and the client accepts the offer if it can reach the
+socket. The socket is in Linux's abstract namespace: it can be reached only from the same network
+namespace, and vanishes with its process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger("gradwire.link")
 _TOKEN_BYTES = 32
 _HANDSHAKE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
-"""Before another try to accept, when one has failed."""
+"""The pause before the next attempt to accept, after one has failed."""
 _CREDENTIALS = struct.Struct("3i")
 _ACCEPTED = b"\x01"
 
@@ -35,11 +36,11 @@ Address = tuple[str, int]
 
 
 class LocalListener:
-    """Where a worker waits for clients of the same host."""
+    """The unix socket at which a worker listens for clients on the same host."""
 
     def __init__(self, on_handshake: Callable[[object, socket.socket], None]) -> None:
-        """`on_met` is called on a thread of its own with what the offer was made for, and must `confirm`, or
-        raise OSError: then the client goes over the network."""
+        """`on_handshake` is called on a thread of its own, with the purpose of the offer and the connection.
+        It must call `accept_handshake`, or raise OSError, after which the client uses the network."""
         self._on_handshake = on_handshake
         self._lock = threading.Lock()
         self._offers: dict[bytes, object] = {}
@@ -53,7 +54,7 @@ class LocalListener:
 
     @classmethod
     def open(cls, on_handshake: Callable[[object, socket.socket], None]) -> LocalListener | None:
-        """None where the system has no such thing, or refuses it."""
+        """Opens a listener; None if the system does not support or permit it."""
         if not are_supported():
             return None
         try:
@@ -63,7 +64,7 @@ class LocalListener:
             return None
 
     def offer(self, purpose: object, seen_address: str) -> link_pb2.SameHost:
-        """An invitation. `forget` must follow when it is no longer good."""
+        """Makes an offer for a client. `forget` must follow when it is no longer valid."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         with self._lock:
             self._offers[token] = purpose
@@ -93,7 +94,8 @@ class LocalListener:
                 ).start()
                 is_failing = False
             except (OSError, RuntimeError) as error:
-                # No descriptor or no thread is to be had. Whoever waits goes over the network meanwhile.
+                # There is no descriptor or thread left. Clients that wait here fall
+                # back to the network meanwhile.
                 if connection is not None:
                     connection.close()
                 if not is_failing and not self._closed.is_set():
@@ -125,20 +127,21 @@ class LocalListener:
 
 
 def accept_handshake(connection: socket.socket) -> None:
-    """Tells the client that it is expected. Whatever is meant for it goes this way from now on."""
+    """Tells the client that its token was accepted. From now on all frames to it go over this connection."""
     connection.sendall(_ACCEPTED)
 
 
 def client_handshake(
     offer: link_pb2.SameHost, target: str, seconds: float = _HANDSHAKE_SECONDS
 ) -> socket.socket | None:
-    """Takes a worker's offer; None if that is not possible in time, or there is something in between."""
+    """Accepts a worker's offer. Returns None if that fails or takes too long, or
+    if a proxy lies in between."""
     if not are_supported() or not _is_direct(offer.seen_address, target):
         return None
     connection = None
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Only the last step takes time, unless the worker is overrun.
+        # Only the last step of the handshake takes time, unless the worker is overloaded.
         connection.settimeout(min(max(seconds, 0.1), _HANDSHAKE_SECONDS))
         connection.connect(f"\0{offer.socket}")
         if not _is_same_user(connection):
@@ -165,7 +168,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
 
 
 def _has_hung_up(connection: socket.socket) -> bool:
-    """Of a connection that does not block."""
+    """Whether the other process has closed a non-blocking connection."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -179,11 +182,11 @@ def _is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-# -- whether anything lies in between
+# -- whether a proxy lies in between
 
 
 def _is_direct(seen: str, target: str) -> bool:
-    """Whether the address that the worker sees is this end of a connection to the target.
+    """Whether the client address that the worker sees belongs to a direct connection to the target.
 
     If a proxy accepts the connection and opens another, the worker sees an address that leads elsewhere.
     """
@@ -195,7 +198,7 @@ def _is_direct(seen: str, target: str) -> bool:
 
 
 def _parse(address: str) -> Address | None:
-    """An address as gRPC writes it: ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    """Parses an address as gRPC writes it: ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
     kind, _, rest = unquote(address).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdigit():
@@ -207,7 +210,7 @@ def _parse(address: str) -> Address | None:
 
 
 def _plain(host: str) -> str:
-    """One way of writing an IP address."""
+    """The canonical form of an IP address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
@@ -226,7 +229,7 @@ def _resolve(target: str) -> set[Address]:
 
 
 def _remote_of(local: Address) -> Address | None:
-    """Where the TCP connection with this local address leads to, as the kernel has it."""
+    """The remote address of the TCP connection with this local address, according to the kernel."""
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
             with open(table) as lines:
@@ -241,7 +244,7 @@ def _remote_of(local: Address) -> Address | None:
 
 
 def _hex_address(text: str) -> Address:
-    """An address as /proc writes it: 32-bit words in the byte order of the machine."""
+    """Parses an address as /proc writes it: 32-bit words in the byte order of the machine."""
     host, _, port = text.partition(":")
     words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
     packed = struct.pack(f"={len(words)}I", *words)

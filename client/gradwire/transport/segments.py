@@ -1,11 +1,11 @@
-"""Shared memory that tensors cross in, between two processes of one host.
+"""Shared memory segments for tensors between two processes of one host.
 
-The sender lends: it copies an attachment into a segment of its own, and the receiver uses it there, without
-copying, until the last tensor over it is gone. Then the segment is used again, which is what makes this fast:
-most of the cost of large fresh memory is having its pages mapped in.
+The sender copies an attachment into a segment of its own pool, and the receiver maps the segment and uses the
+attachment there, without copying, until the last tensor over it is gone. Then the sender reuses the segment.
+Reuse makes this fast: most of the cost of large fresh memory is mapping its pages.
 
-Segments have no names. Their descriptors are handed over by the kernel, so nobody else can get at them, and
-nothing is left behind however either process ends.
+Segments have no names. The kernel passes their descriptors over the socket, so no other process can open
+them, and nothing is left behind however either process ends.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["MappedSegments", "Segment", "SegmentPool", "are_supported"]
 
 _SMALLEST_BYTES = 64 * 1024
 _IDLE_SECONDS = 30.0
-"""A segment that was not used for so long is let go."""
+"""A segment that was not used for this long is freed."""
 
 if sys.platform == "linux":
-    # Without these the other end could make a segment shorter, and reading beyond its end is fatal.
+    # Without these seals the other peer could shrink a segment, and reading beyond its end is fatal.
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def are_supported() -> bool:
-    """Whether this system has what segments need."""
+    """Whether this system supports memory segments."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class Segment:
-    """Memory that is lent."""
+    """A shared memory segment that this peer fills."""
 
     __slots__ = ("descriptor", "free_since", "id", "memory", "size")
 
@@ -52,7 +52,7 @@ class Segment:
         self.size = size
         self.free_since = 0.0
         self.descriptor: int | None = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """Until the other end has it."""
+        """The memory's file descriptor; None once the other peer has it."""
         try:
             os.ftruncate(self.descriptor, size)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -72,7 +72,7 @@ class Segment:
 
 
 class _Total:
-    """The room of all segments that this process lends, over all links."""
+    """The total size of the segments that this process has allocated, over all links."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ _total = _Total()
 
 
 class SegmentPool:
-    """The segments that this end fills for the other."""
+    """The segments that this peer fills for the other peer."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -105,14 +105,15 @@ class SegmentPool:
         self._closed = False
 
     def take(self, size: int) -> Segment | None:
-        """A segment with room for so many bytes; None if the limit is reached or the system has no more."""
-        # Powers of two, so that tensors of about the same size can use the same ones. What is not written
-        # to takes no memory.
+        """A segment of at least `size` bytes; None if the limit is reached or
+        the system has no memory left."""
+        # Rounded up to a power of two, so that tensors of about the same size can reuse the same segments.
+        # Pages that were never written to take no memory.
         capacity = max(1 << (size - 1).bit_length(), _SMALLEST_BYTES)
         with self._lock:
             fitting = [segment for segment in self._free if capacity <= segment.size <= 4 * capacity]
             if fitting:
-                # The one that was used last is the likeliest to be in a cache.
+                # The most recently used segment is the likeliest to be in a cache.
                 segment = min(fitting, key=lambda segment: (segment.size, -segment.free_since))
                 self._free.remove(segment)
             else:
@@ -124,14 +125,14 @@ class SegmentPool:
                 except (OSError, ValueError, OverflowError):
                     _total.shrink(capacity)
                     return None
-                except BaseException:  # the user interrupts
+                except BaseException:  # an interrupt
                     _total.shrink(capacity)
                     raise
             self._out[segment.id] = segment
             return segment
 
     def give_back(self, ids: Sequence[int]) -> None:
-        """The other end no longer uses these, or never got them."""
+        """Takes back segments that the other peer no longer uses, or never received."""
         now = time.monotonic()
         with self._lock:
             for id in ids:
@@ -144,7 +145,7 @@ class SegmentPool:
                 self._free.append(segment)
 
     def trim(self) -> list[int]:
-        """Lets go of those that were idle for long. Their ids, if the other end knows of them."""
+        """Frees segments that were idle for long. Returns the ids of those that the other peer has mapped."""
         long_ago = time.monotonic() - _IDLE_SECONDS
         with self._lock:
             idle = [segment for segment in self._free if segment.free_since < long_ago]
@@ -167,18 +168,18 @@ class SegmentPool:
 
 
 class MappedSegments:
-    """The segments of the other end that this one has mapped."""
+    """The segments of the other peer that this peer has mapped."""
 
     def __init__(self, max_bytes: int, on_unused: Callable[[int, int], object]) -> None:
         self._max_bytes = max_bytes
         self._on_unused = on_unused
-        """Told the id and the size of a segment that nothing here uses any more, from any thread and at any
-        moment."""
+        """Called with the id and the size of a segment that this peer no longer uses, on
+        any thread and at any moment."""
         self._mapped: dict[int, mmap.mmap] = {}
         self._in_use: dict[int, weakref.ref[object]] = {}
 
     def map(self, id: int, size: int, descriptor: int) -> None:
-        """Takes a new segment, and its descriptor."""
+        """Maps a new segment, and closes its descriptor."""
         try:
             if id in self._mapped or not 0 < size <= self._max_bytes:
                 raise MalformedMessage(f"segment {id} of {size} bytes is not wanted here")
@@ -193,7 +194,7 @@ class MappedSegments:
             os.close(descriptor)
 
     def use(self, id: int, total: int) -> Buffer:
-        """The attachment that lies in a segment, which is given back when the last view of it is gone."""
+        """The attachment that lies in a segment. The segment is returned when the last view of it is gone."""
         memory = self._mapped.get(id)
         if memory is None or total > len(memory):
             raise MalformedMessage(f"an attachment of {total} bytes in segment {id}, which has no such room")
@@ -205,13 +206,13 @@ class MappedSegments:
         return buffer
 
     def drop(self, ids: Sequence[int]) -> None:
-        """The other end will not use these again. What is over them here stays valid."""
+        """Unmaps segments that the other peer has freed. Existing views of them stay valid."""
         for id in ids:
             self._mapped.pop(id, None)
             self._in_use.pop(id, None)
 
     def drop_all(self) -> None:
-        """The same for all that there are."""
+        """Unmaps all segments. Existing views of them stay valid."""
         self._mapped.clear()
         self._in_use.clear()
 

@@ -1,8 +1,8 @@
-"""Both directions of asking between two peers, whatever carries the frames.
+"""Requests in both directions between two peers, over any kind of streams.
 
-A session outlives the streams that carry it. It keeps every question until it is answered and
-every answer until it is acknowledged, and sends both again over new streams. A question that comes
-twice is served once. So a cut costs time, never an answer, and nothing runs twice.
+A session outlives its streams. It keeps every outbound request until the response arrives, and every response
+until it is acknowledged, and sends both again over new streams. A request that arrives twice is served once.
+So a cut costs time, but it never loses a response, and nothing runs twice.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ __all__ = ["Session"]
 log = logging.getLogger("gradwire.link")
 
 _MAX_UNACKNOWLEDGED = 32
-"""Acknowledgements ride on the next frame, unless this many wait."""
+"""Acknowledgements are sent with the next frame, unless this many are waiting."""
 _MAX_WITHDRAWN = 1000
 _SMALLEST_CHUNK_BYTES = 1024
-"""From this size on a frame is likely to be a chunk, which can be read in a faster way."""
+"""A frame of at least this size is probably a chunk, for which there is a faster decoder."""
 
 
 class Session(Link):
-    """A Link over streams that come and go. Subclasses and owners bring the streams.
+    """A Link over streams that come and go. Subclasses and owners attach the streams.
 
-    One lock guards all of it. The locks of outboxes and inbounds are taken within it, never around it;
-    nothing that belongs to others is called while it is held.
+    One lock guards all of its state. The locks of outboxes and reassemblers are taken while it is held, never
+    the other way round. No callback or handler is called while it is held.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Session(Link):
         budget: MemoryBudget | None = None,
     ) -> None:
         self.quota = Quota(settings.max_bytes_in_flight, budget or MemoryBudget())
-        """For what the other end asks."""
+        """The memory quota for requests of the other peer."""
         self.local = local
         self.peer = peer
         self.settings = settings
@@ -91,17 +91,17 @@ class Session(Link):
         self._window = Window(settings.max_bytes_in_flight)
         self._inbound_calls: dict[int, InboundCall] = {}
         self._withdrawn: dict[int, None] = {}
-        """Questions that were withdrawn, and that the other end may still be busy with."""
+        """Requests that were withdrawn, and that the other peer may still be serving."""
         self._to_acknowledge: list[int] = []
         self._request_ids = itertools.count(1)
         self._transfer_ids = itertools.count(1)
         self._traffic_before = Traffic()
-        """What went over streams that are no longer in use."""
+        """The traffic of streams that are no longer in use."""
         self._saved_bytes = 0
         self._ended: GradwireError | None = None
         self._end_callbacks: list[Callable[[Link], None]] = []
 
-    # -- asking
+    # -- sending requests
 
     def send_request(
         self,
@@ -129,7 +129,7 @@ class Session(Link):
             streams.read_in_background(future)
 
     def limit_bytes_in_flight(self, max_bytes: int) -> None:
-        """How many bytes of unanswered attachments the other end wants at a time; 0 if it does not matter."""
+        """Sets how many bytes of large requests the other peer accepts at a time; 0 means any number."""
         self._window.max_bytes = max_bytes or (1 << 62)
 
     def _start_call(self, outbound_call: OutboundCall) -> None:
@@ -151,7 +151,7 @@ class Session(Link):
                 self._streams.note_request_sent()
         self._flush()
         if outbound_call.future.cancelled():
-            # It was cancelled before it knew whom to tell.
+            # The future was cancelled before `abandon` was set.
             self._withdraw(id, None)
 
     def _start_timer(
@@ -166,7 +166,7 @@ class Session(Link):
         return DeadlineExceeded(message, worker=str(self.peer))
 
     def _keep_back(self, outbound_call: OutboundCall) -> None:
-        """There are too many bytes in flight for it now."""
+        """Prepares a request to wait in the window until fewer bytes are in flight."""
         outbound_call.future.abandon = partial(self._leave_window, outbound_call)
         if outbound_call.deadline is not None:
             self._start_timer(
@@ -178,14 +178,14 @@ class Session(Link):
         outbound_call.future.settle(error)
 
     def _leave_window(self, outbound_call: OutboundCall) -> None:
-        """It is over with a question: others may be sent now."""
+        """Removes a finished request from the window, and sends those that fit now."""
         ready = deque(self._window.leave(outbound_call))
         while ready:
             following = ready.popleft()
             try:
                 self._start_call(following)
             except GradwireError as error:
-                # It needs no room. Those behind it may be sent, or fail as well.
+                # This request frees its share of the window. Those behind it may be sent, or fail as well.
                 following.stop_timer()
                 ready.extend(self._window.leave(following))
                 following.future.settle(error)
@@ -207,7 +207,7 @@ class Session(Link):
             )
 
     def _withdraw(self, id: int, error: GradwireError | None) -> None:
-        """Stops waiting for an answer, and tells the other end."""
+        """Stops waiting for a response, and tells the other peer."""
         with self._lock:
             outbound_call = self._outbound_calls.pop(id, None)
             if outbound_call is None:
@@ -217,7 +217,7 @@ class Session(Link):
             if streams is not None:
                 streams.reassembler.drop((True, id))
                 if outbound_call.attachments:
-                    # Behind its chunks, so that none of them comes after it.
+                    # The cancellation follows the chunks, so that none of them arrives after it.
                     streams.bulk.drop_transfers((False, id))
                     streams.bulk.put(frames.cancel(id))
                 else:
@@ -229,7 +229,8 @@ class Session(Link):
         self._leave_window(outbound_call)
 
     def _flush(self) -> None:
-        """Has what was put written. Without the lock: a write takes its time, in which others can go on."""
+        """Writes the frames that were put. The lock is not held: a write takes time,
+        and other threads can go on."""
         streams = self._streams
         if streams is not None:
             streams.flush()
@@ -239,11 +240,11 @@ class Session(Link):
         if streams is not None:
             streams.flush_response()
 
-    # -- sending; all with the lock held
+    # -- putting frames into outboxes; the lock is held
 
     def _remember_withdrawn(self, id: int) -> None:
-        # For the case that the cancellation is lost in a cut. One that keeps the question from running is
-        # never answered, so the oldest have to go.
+        # Kept in case a cut loses the cancellation. A request that was cancelled before it ran never gets a
+        # response, so the oldest entries have to be dropped.
         self._withdrawn[id] = None
         if len(self._withdrawn) > _MAX_WITHDRAWN:
             del self._withdrawn[next(iter(self._withdrawn))]
@@ -280,7 +281,7 @@ class Session(Link):
         streams.control.put(envelope.SerializeToString())
 
     def _new_envelope(self) -> link_pb2.Envelope:
-        """One that tells along what there is to acknowledge."""
+        """An envelope with the acknowledgements that wait to be sent."""
         envelope = link_pb2.Envelope()
         if self._to_acknowledge:
             envelope.frames.add().acknowledge.ids.extend(self._to_acknowledge)
@@ -300,7 +301,8 @@ class Session(Link):
         return ids
 
     def _on_failed_transfer(self, transfer: OutgoingTransfer, error: GradwireError) -> None:
-        """An attachment was written to while it was being sent: the message must not be used."""
+        """Fails the message of an attachment that could not be sent, or was
+        modified while it was being sent."""
         is_response, id = transfer.owner
         if not is_response:
             self._withdraw(id, error)
@@ -317,7 +319,8 @@ class Session(Link):
     # -- streams
 
     def attach(self, streams: Streams) -> None:
-        """Carries on over new streams: what is not answered or acknowledged is sent again."""
+        """Continues over new streams: sends again all requests without a response, and
+        all unacknowledged responses."""
         with self._lock:
             previous = self._streams
             if self._ended is not None:
@@ -330,7 +333,8 @@ class Session(Link):
             self.inline_bytes = streams.inline_bytes
             for id in self._withdrawn:
                 streams.control.put(frames.cancel(id))
-            # Once more is enough: the other end may never have heard of some, and so never answer them.
+            # Sending these cancellations once more is enough: the other peer may never have received some of
+            # the requests, and so may never respond to them.
             self._withdrawn.clear()
             for id, outbound_call in self._outbound_calls.items():
                 self._put_request(streams, id, outbound_call)
@@ -339,7 +343,8 @@ class Session(Link):
         self._flush()
 
     def detach(self, streams: Streams) -> bool:
-        """The streams broke. True if they, or those that they led to, were the ones in use."""
+        """Detaches streams that broke. Returns whether they, or the local socket
+        that they led to, were in use."""
         streams.close(discard=True)
         with self._lock:
             used = self._streams
@@ -352,7 +357,8 @@ class Session(Link):
             return True
 
     def wait_until_delivered(self, timeout: float) -> bool:
-        """Whether all large answers have arrived at the other end in time, or it is out of reach."""
+        """Waits for the other peer to acknowledge all large responses, or to be unreachable. Returns
+        whether that happened in time."""
         with self._delivered:
             self._delivery_is_awaited = True
             return self._delivered.wait_for(
@@ -368,11 +374,11 @@ class Session(Link):
 
     # -- receiving
     #
-    # Streams that were replaced may still deliver. What they bring is ignored: it was sent again, or will
-    # be, over the new ones.
+    # Replaced streams may still deliver frames. These are ignored, since the other peer sends what
+    # matters again over the new streams.
 
     def receive(self, data: bytes, streams: Streams) -> None:
-        """Takes what was read from a stream. Raises if it breaks the protocol."""
+        """Handles data that was read from a stream. Raises if it breaks the protocol."""
         if len(data) > self._max_frame_bytes:
             raise ResourceExhausted(
                 f"a frame of {len(data)} bytes exceeds the limit of {self.settings.max_body_bytes} bytes"
@@ -405,7 +411,7 @@ class Session(Link):
                 self._on_complete_message(streams, streams.take(frame, kind))
 
     def receive_or_refuse(self, data: bytes, streams: Streams) -> None:
-        """The same for whoever reads a stream: what cannot be taken ends the session, not the reader."""
+        """Like `receive`, for threads that read a stream: an error ends the session, not the thread."""
         try:
             self.receive(data, streams)
         except GradwireError as error:
@@ -416,7 +422,7 @@ class Session(Link):
             self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
 
     def _on_complete_message(self, streams: Streams, complete: CompleteMessage | None) -> None:
-        """The last attachment of a message has come, if it has."""
+        """Handles a message whose last attachment has arrived, if there is one."""
         if complete is None:
             return
         if isinstance(complete[0], frames.RequestFrame):
@@ -426,8 +432,8 @@ class Session(Link):
 
     def _on_request(self, streams: Streams, request: frames.RequestFrame) -> None:
         key = (False, request.id)
-        # Whether it is served is decided when it comes, not when its last attachment does: the
-        # acknowledgement that makes us forget it may overtake those.
+        # Whether to serve a request is decided when the request arrives, not when its last attachment does:
+        # the acknowledgement that removes it from `_inbound_calls` may overtake its attachments.
         with self._lock:
             if self._streams is not streams:
                 return
@@ -482,7 +488,7 @@ class Session(Link):
     def _settle(self, streams: Streams, complete: CompleteMessage) -> None:
         response, attachments = complete
         assert isinstance(response, link_pb2.Response)
-        body = response.body  # once: it is copied each time
+        body = response.body  # read once, since protobuf copies it each time
         with self._lock:
             if self._streams is not streams:
                 return
@@ -494,7 +500,7 @@ class Session(Link):
             if acknowledges:
                 streams.control.put(self._new_envelope().SerializeToString())
             if outbound_call is not None and outbound_call.attachments:
-                # After a cut, the answer may be back before the question has been sent again.
+                # After a cut, the response may arrive before the request has been sent again.
                 streams.bulk.drop_transfers((False, response.id))
         if acknowledges:
             self._flush()
@@ -504,7 +510,7 @@ class Session(Link):
         if outbound_call.is_large:
             self._leave_window(outbound_call)
         if outbound_call.deadline is not None and time.monotonic() >= outbound_call.deadline:
-            # Its timer was about to say so. An answer that follows counts as on_discarded.
+            # The timer was about to do the same. The response that follows goes to `on_discarded`.
             outbound_call.future.settle(self._too_late(outbound_call))
         if response.WhichOneof("outcome") == "error":
             if not response.error.worker:
@@ -530,7 +536,8 @@ class Session(Link):
                     continue
                 del self._inbound_calls[id]
                 if inbound_call.response[1] and self._streams is not None:
-                    # Acknowledged without having been sent whole: it is not wanted any more.
+                    # The requester acknowledged the response before all of it was
+                    # sent: it no longer wants the rest.
                     self._streams.bulk.drop_transfers((True, id))
             if self._delivery_is_awaited:
                 self._delivered.notify_all()
@@ -553,7 +560,7 @@ class Session(Link):
         self._end(error, None)
 
     def refuse(self, error: GradwireError) -> None:
-        """Ends because the other end broke the protocol, and tells it."""
+        """Ends the session because the other peer broke the protocol, and tells it so."""
         self._end(error, frames.goodbye(faults.describe(error, self.local.name)))
 
     def _end(self, error: GradwireError, goodbye: bytes | None) -> None:
@@ -573,7 +580,8 @@ class Session(Link):
             if goodbye is None:
                 streams.close(discard=True)
             else:
-                # The bulk stream stays until control has ended: the first to end takes the other with it.
+                # The bulk stream stays open until the control stream has ended:
+                # whichever ends first ends both.
                 streams.bulk.drop_transfers()
                 streams.control.put(goodbye)
                 streams.control.close()

@@ -1,9 +1,9 @@
-"""Looking out for what is about to come, for a moment, before going to sleep.
+"""Polls for a moment before a thread goes to sleep.
 
-To sleep and to be woken costs more than to serve a small call: the core has to be woken, too, or is shared
-with the one who wakes, and what the thread needs is no longer at hand. So a thread that waits keeps looking
-for a moment, and lets everybody else go first who wants the core. Only one of a process does so at a time,
-and only where that was of use lately.
+Sleeping and being woken costs more than serving a small call: the core has to wake up as well, or is shared
+with the thread that wakes it, and the caches have gone cold. So a thread that waits keeps polling for a
+moment, and yields the core to any other thread that wants it. Only one thread of a process spins at a time,
+and only where spinning was useful lately.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ __all__ = ["Spinning"]
 
 _SECONDS = 0.001
 _CROWDED_SECONDS = 0.0002
-"""Who is away for so long after letting others go first is in their way."""
+"""A thread that was descheduled for longer than this after yielding is delaying other threads."""
 _MOST_SKIPPED = 63
-"""How many waits go without, after several for which it was of no use."""
+"""The most waits that do without spinning, after spinning was useless several times."""
 
 _one_at_a_time = threading.Lock()
 
 
 class Poll(Protocol):
-    """What tells whether something has come: `select.poll`."""
+    """The part of `select.poll` that spinning uses."""
 
     def poll(self, timeout: int, /) -> list[tuple[int, int]]: ...
 
 
 class Spinning:
-    """For one place where a thread waits."""
+    """Spins for one place where a thread waits."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
         self._skipped = self._to_skip = 0
 
     def __call__(self) -> None:
-        """Returns when something has come, or when it is better to sleep."""
+        """Returns when something can be read, or when it is better to sleep."""
         if self._skipped < self._to_skip:
             self._skipped += 1
             return
@@ -47,7 +47,7 @@ class Spinning:
             return
         try:
             if self._poll.poll(0):
-                return  # which says nothing: where many want the cores, it was here before this thread was
+                return  # not counted as useful: on busy cores, the data was there before this thread ran
             now = time.monotonic()
             give_up_at = now + _SECONDS
             while True:

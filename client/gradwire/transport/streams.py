@@ -1,4 +1,4 @@
-"""What carries a session for a while: where it is written to, and what has half arrived."""
+"""The streams of a session: the outboxes that it writes to, and the messages that have partly arrived."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["StreamPair", "Streams"]
 
 
 class Streams:
-    """One attempt to carry a session: what waits to be written, and what has half arrived."""
+    """The streams of one connection attempt: their outboxes, and the messages that have partly arrived."""
 
     inline_bytes = 512 * 1024
-    """How much had better go within a message than beside it: see `Link`."""
+    """Up to how many bytes of tensors should go into a message's body: see `Link.inline_bytes`."""
 
     def __init__(
         self,
@@ -32,42 +32,45 @@ class Streams:
         self.bulk = bulk
         self.reassembler = Reassembler(settings.max_message_bytes, quota, orphan_timeout)
         self.parent = parent
-        """The streams that led to these. They end together."""
+        """The gRPC streams that led to this local socket. They end together."""
         self.received = 0
-        """Bytes that came."""
+        """How many bytes were received."""
         self.has_unhandled_frames = False
-        """Whether more has been read than is taken in so far."""
+        """Whether further frames of the same envelope have yet to be handled."""
 
     @property
     def traffic(self) -> Traffic:
         return Traffic(sum(outbox.written for outbox in {self.control, self.bulk}), self.received)
 
     def take(self, frame: link_pb2.Frame, kind: str | None) -> CompleteMessage | None:
-        """Takes a frame that only some streams know. Returns the message that it completes, if any."""
+        """Handles a kind of frame that only some streams know. Returns the
+        message that it completes, if any."""
         raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
 
     def note_request_sent(self) -> None:
-        """A question was put."""
+        """Notes that a request was put into the outbox."""
 
     def flush(self) -> None:
-        """Writes what was put, where nobody does so unasked."""
+        """Writes the frames that were put, if the streams have no thread that does so."""
 
     def flush_response(self) -> None:
-        """The same for an answer. It may leave a little later, together with others."""
+        """Like `flush`, for a response. It may be written a little later, together with other responses."""
         self.flush()
 
     def may_run_inline(self) -> bool:
-        """Whether a question may be answered by the thread that brings it."""
+        """Whether the thread that read a request may serve it."""
         return False
 
     def about_to_block(self) -> None:
-        """For a thread that answers, and that is about to wait: if others wait for it, they need not."""
+        """Called by a serving thread before it waits for another peer, so that
+        another thread takes over reading."""
 
     def read_for(self, future: ResponseFuture) -> None:
-        """Reads until there is an answer, where the thread that waits for it can."""
+        """Reads until the response is there, if the streams are read by threads that wait."""
 
     def read_in_background(self, future: ResponseFuture) -> None:
-        """Has an answer read without delay, where nobody does so unasked."""
+        """Has another thread read until the response is there, if the streams
+        are read by threads that wait."""
 
     def close(self, *, discard: bool = False) -> None:
         self.control.close(discard=discard)
@@ -78,7 +81,7 @@ class Streams:
 
 
 class StreamPair(Streams):
-    """A stream for small messages and one for bulk, each written from an outbox."""
+    """A stream for small messages and one for bulk data, each with its own outbox."""
 
     control: Outbox
     bulk: Outbox

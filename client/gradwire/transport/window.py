@@ -1,4 +1,4 @@
-"""Bytes in flight: large questions are kept back while too much of earlier ones is unanswered."""
+"""Bytes in flight: large requests wait while too many bytes of earlier ones are without a response."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Window"]
 
 
 class Window:
-    """Lets large questions through as long as those before them leave room.
+    """Admits large requests while the bytes in flight stay within a limit.
 
-    One that is larger than the whole window goes when it is alone. Small questions always go, and so do
-    those that another question waits for.
+    A request that is larger than the limit is sent when nothing else is in flight. Small requests are always
+    sent, and so are nested ones, which another request waits for.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -26,7 +26,7 @@ class Window:
         self._kept_back: OrderedDict[OutboundCall, None] = OrderedDict()
 
     def admits(self, call: OutboundCall) -> bool:
-        """Whether a question may be sent now; if not, `leave` gives it back when it is its turn."""
+        """Whether a request may be sent now; if not, a later `leave` returns it when it may."""
         if not call.is_large or call.future.is_nested:
             return True
         with self._lock:
@@ -40,7 +40,8 @@ class Window:
             return True
 
     def leave(self, call: OutboundCall) -> list[OutboundCall]:
-        """A question was answered or withdrawn. Those that may be sent now."""
+        """Removes a request that has a response or was withdrawn. Returns the
+        requests that may be sent now."""
         if not call.is_large:
             return []
         with self._lock:
@@ -58,7 +59,7 @@ class Window:
             return ready
 
     def end(self, error: GradwireError) -> None:
-        """Nothing will be sent any more."""
+        """Fails all requests that wait."""
         with self._lock:
             kept_back, self._kept_back = self._kept_back, OrderedDict()
             self._in_flight.clear()

@@ -1,4 +1,4 @@
-"""The accepting end of links: finds the session that a stream belongs to, and keeps the lease."""
+"""The accepting end of links: finds the session that a stream belongs to, and keeps its lease."""
 
 from __future__ import annotations
 
@@ -48,21 +48,22 @@ class _Accepted:
     """The streams of the latest attempt."""
     attempt: int
     attached: Streams | None = None
-    """What carries the session in this attempt: the streams, or the local socket that they led to. None
-    until the client has shown which by opening the other stream, or by coming to the socket."""
+    """The streams that the session is attached to in this attempt: the gRPC streams, or the
+    local socket that they led to. None until the client has chosen, by opening the bulk stream
+    or by connecting to the socket."""
     lease: Timer | None = None
-    """Runs while the client is away."""
+    """The timer of the lease; runs while the client is disconnected."""
 
     @property
     def is_choosing(self) -> bool:
-        """Whether the client is there, and has yet to show which way it goes."""
+        """Whether the client is connected, and has yet to choose between the network and the local socket."""
         return self.attached is None and self.lease is None
 
 
 class SessionAcceptor:
-    """All sessions that clients opened with this worker.
+    """All sessions that clients have opened with this worker.
 
-    Its lock is taken before a session's, never while one is held.
+    Its lock is taken before a session's lock, never while one is held.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class SessionAcceptor:
         self._readers: set[threading.Thread] = set()
         self._closed = False
         self._local_listener: LocalListener | None = None
-        """Opened for the first client that could come there."""
+        """Opened for the first client that could use it."""
         self._event_loop: EventLoop | None = None
-        """For those who came."""
+        """Reads the local connections; started with the first of them."""
 
     @property
     def sessions(self) -> list[Session]:
@@ -93,14 +94,14 @@ class SessionAcceptor:
             return [accepted.session for accepted in self._accepted.values()]
 
     def wait_until_delivered(self, timeout: float) -> bool:
-        """Whether all large answers have arrived at their askers in time."""
+        """Waits for the requesters to acknowledge all large responses. Returns whether they did in time."""
         give_up_at = time.monotonic() + timeout
         return all(
             session.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0)) for session in self.sessions
         )
 
     def close(self) -> None:
-        """Says goodbye to every client, and takes no new ones."""
+        """Says goodbye to every client, and accepts no new ones."""
         with self._lock:
             self._closed = True
             all_accepted = list(self._accepted.values())
@@ -109,10 +110,10 @@ class SessionAcceptor:
                 accepted.lease.cancel()
             accepted.session.close(leaving=True)
         if self._local_listener is not None:
-            self._local_listener.close()  # nobody opens another: who comes now is refused
+            self._local_listener.close()  # no other is opened from now on: new clients are refused
 
     def join(self, timeout: float) -> None:
-        """Waits for the threads that read; they end with their streams."""
+        """Waits for the reading threads; they end with their streams."""
         give_up_at = time.monotonic() + timeout
         with self._lock:
             readers = list(self._readers)
@@ -122,7 +123,7 @@ class SessionAcceptor:
             self._event_loop.close(max(give_up_at - time.monotonic(), 0.0))
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The gRPC method Link: yields what is to be written, while a thread reads."""
+        """The gRPC method Link: yields the data to write, while another thread reads."""
         silence = call_later(self._settings.hello_timeout, context.cancel)
         try:
             hello = _read_hello(requests)
@@ -133,15 +134,15 @@ class SessionAcceptor:
             yield frames.goodbye(faults.describe(error, self._identity.name))
             return
         except grpc.RpcError:
-            return  # it ended, or was silent for too long
+            return  # the stream ended, or was silent for too long
         finally:
             silence.cancel()
         if accepted is None:
             yield self._welcome(resumed=False)
             return
         streams = accepted.streams
-        # gRPC calls back whatever way the stream ends: a handler that waits for something to write would
-        # not notice. One stream without the other is of no use; the client opens both anew.
+        # gRPC calls back whatever way the stream ends; this generator, which waits for data to write, would
+        # not notice. One stream is of no use without the other; the client opens both anew.
         if not context.add_callback(partial(self._leave, accepted, streams)):
             self._leave(accepted, streams)
             return
@@ -180,11 +181,12 @@ class SessionAcceptor:
             if self._event_loop is None:
                 self._event_loop = EventLoop()
                 if self._closed:
-                    self._event_loop.close()  # who comes so late is not attended to
+                    self._event_loop.close()  # connections that come this late are not served
             return self._event_loop
 
     def _on_handshake(self, purpose: object, connection: socket.socket) -> None:
-        """A client of this host came, who has a stream already: reads what it says from here on."""
+        """Attaches the session of a client on this host to its local socket, and
+        reads the socket to its end."""
         assert isinstance(purpose, tuple)
         accepted, parent = purpose
         event_loop = self._open_event_loop()
@@ -196,7 +198,8 @@ class SessionAcceptor:
             accepted.attached = local
             accepted.session.attach(local)
         try:
-            # Only now: what is said to the client before would go over the stream, where it does not look.
+            # Only after `attach`: earlier frames would go over the control stream,
+            # which the client no longer reads.
             accept_handshake(connection)
         except OSError:
             local.close(discard=True)
@@ -212,10 +215,10 @@ class SessionAcceptor:
     def _join(
         self, hello: link_pb2.Hello, address: str, *, has_choice: bool
     ) -> tuple[_Accepted | None, bool]:
-        """The session that a stream belongs to, and whether it was there before.
+        """The session that a stream belongs to, and whether it existed before.
 
-        Nothing is written before it is known what carries the session: what waits for a stream that the
-        client does not open, or does not read, would be lost, and would be kept for as long as it is open.
+        Nothing is written before the client has chosen its streams: frames for a stream that the client does
+        not open, or does not read, would be lost, and kept in memory for as long as the stream is open.
         """
         key = (hello.peer, hello.session)
         with self._lock:
@@ -231,7 +234,7 @@ class SessionAcceptor:
                     raise ProtocolError("a bulk stream for a session that goes another way")
                 return accepted, True
             if accepted is None and hello.resume:
-                return None, False  # what it had here is gone; all it needs is to hear so
+                return None, False  # the session is gone, and the client only needs to be told
             if accepted is not None and accepted.attempt >= hello.attempt:
                 raise ProtocolError("a stream of an attempt that has been superseded")
             resumed = accepted is not None
@@ -252,7 +255,8 @@ class SessionAcceptor:
         return accepted, resumed
 
     def _attach_streams(self, accepted: _Accepted) -> None:
-        """With the lock held, so that of two attempts the later one is attached last."""
+        """Attaches the gRPC streams. The lock is held, so that of two attempts the
+        later one is attached last."""
         accepted.attached = accepted.streams
         accepted.session.attach(accepted.streams)
 
@@ -296,7 +300,7 @@ class SessionAcceptor:
         session.detach(streams)
         with self._lock:
             if accepted.streams is not streams or accepted.lease is not None:
-                return  # it came back, or this is known already
+                return  # the client has reconnected, or its lease runs already
             if self._closed or session.ended is not None:
                 return
             accepted.lease = call_later(self._settings.lease, partial(self._expire, accepted, streams))
@@ -305,8 +309,8 @@ class SessionAcceptor:
     def _expire(self, accepted: _Accepted, streams: Streams) -> None:
         with self._lock:
             if accepted.streams is not streams:
-                return  # it came back
-            # From here on it cannot any more.
+                return  # the client has reconnected
+            # From here on the client can no longer resume the session.
             self._accepted.pop(accepted.key, None)
         peer = accepted.session.peer
         log.info("the lease of %s ran out", peer)
@@ -324,7 +328,7 @@ class SessionAcceptor:
 
 
 def _printable(name: str) -> str:
-    """A name from afar that can be logged and shown."""
+    """A client's name, made safe for logs and messages."""
     return "".join(character if character.isprintable() else "?" for character in name[:100])
 
 

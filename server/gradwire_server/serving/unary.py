@@ -1,4 +1,4 @@
-"""The unary methods: the same questions as over a Link, for any client with a generated stub."""
+"""The unary methods: the same requests as over a Link, for any client with a generated stub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ERROR_METADATA", "UnaryCall", "unary_handler"]
 log = logging.getLogger("gradwire.server")
 
 ERROR_METADATA = "gradwire-error-bin"
-"""Trailing metadata with the whole gradwire.v1.Error, for clients that want more than status and text."""
+"""Trailing metadata with the complete gradwire.v1.Error, for clients that need more than status and text."""
 
 Code = link_pb2.Error
 
@@ -52,7 +52,7 @@ _STATUS: dict[int, grpc.StatusCode] = {
 
 
 class UnaryCall(ServerCall):
-    """A question that came as a unary call. There is no way back to the requester."""
+    """A request that came as a unary call. The worker cannot send requests back to its client."""
 
     link = None
 
@@ -86,8 +86,8 @@ class UnaryCall(ServerCall):
         return is_first
 
     def wait(self) -> bytes | link_pb2.Error | None:
-        """The answer; None if the requester went away first."""
-        # Ends with an answer or with the RPC, whose end gRPC reports.
+        """The outcome; None if the client went away first."""
+        # Ends with an outcome or with the RPC, whose end gRPC reports.
         self._done.wait()
         return self._outcome
 
@@ -100,7 +100,8 @@ class UnaryCall(ServerCall):
 
 
 def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> Any:
-    """A gRPC method that asks `handle`. Bodies are bytes: they are parsed where errors become answers."""
+    """A gRPC method that calls `handle`. It gets bodies as bytes: they are parsed
+    where errors become responses."""
 
     def too_large(what: str, size: int) -> link_pb2.Error:
         error: GradwireError = ResourceExhausted(
@@ -126,7 +127,7 @@ def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> An
             if isinstance(outcome, bytes) and len(outcome) > max_bytes:
                 outcome = too_large("response", len(outcome))
         if outcome is None:
-            return b""  # nobody reads it
+            return b""  # the client is gone
         if isinstance(outcome, bytes):
             return outcome
         _shorten(outcome)
@@ -140,9 +141,10 @@ def unary_handler(method: int, handle: Handler, name: str, max_bytes: int) -> An
 
 
 def _retry_hint(error: link_pb2.Error, name: str) -> tuple[tuple[str, str], ...]:
-    """What gRPC's own retries, where a client has configured them, wait for."""
+    """A hint for gRPC's own retries, if a client has configured them."""
     if error.worker != name:
-        # Another worker's: the function that called it has run here, and must not run again by itself.
+        # An error of another worker: the function that called it has run here,
+        # and must not run again unasked.
         return (("grpc-retry-pushback-ms", "-1"),)
     if not error.retry_after_seconds:
         return ()
@@ -150,7 +152,7 @@ def _retry_hint(error: link_pb2.Error, name: str) -> tuple[tuple[str, str], ...]
 
 
 def _shorten(error: link_pb2.Error) -> None:
-    """Metadata over 8 KB make gRPC fail with an error about metadata instead."""
+    """gRPC fails with an error about metadata if they exceed 8 KB."""
     error.message = _cut(error.message, 1000)
     error.traceback = _cut(error.traceback, 2000)
     del error.types[8:], error.details[8:], error.notes[4:]
@@ -158,7 +160,7 @@ def _shorten(error: link_pb2.Error) -> None:
 
 
 def _cut(text: str, length: int) -> str:
-    """The end of a text, which says most in a traceback, and its beginning."""
+    """Shortens a text to its beginning and its end, which says most in a traceback."""
     if len(text.encode()) <= length:
         return text
     start = text.encode()[: length // 4].decode(errors="ignore")
