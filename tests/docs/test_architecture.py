@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "docs" / "architecture.md",
     ROOT / "docs" / "glossary.md",
+    ROOT / "docs" / "how-it-works.md",
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
 FOLDERS = ("benchmarks", "client", "docs", "examples", "protos", "scripts", "server", "tests")
