@@ -16,10 +16,6 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-
-# torch loads this, and sympy with it, in the first backward that is given a gradient, which then takes a
-# second or more.
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from grpc_health.v1 import health as health_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_module
@@ -33,6 +29,7 @@ from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import link_pb2
 from gradwire.system.callbacks import call_each
 from gradwire.system.threads import DaemonThreads
+from gradwire.torch_internals import load_symbolic_shapes
 from gradwire.transport import LinkSettings, MemoryBudget
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
@@ -48,6 +45,8 @@ from gradwire_server.serving.unary import unary_handler
 from gradwire_server.state.directory import StateDir
 
 __all__ = ["Worker"]
+
+load_symbolic_shapes()
 
 log = logging.getLogger("gradwire.server")
 

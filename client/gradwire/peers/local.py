@@ -21,6 +21,7 @@ from gradwire.proto.v1 import link_pb2
 from gradwire.runtime.scope import Scope, deadline, entered
 from gradwire.system.randomness import new_id
 from gradwire.system.threads import DaemonThreads, computing
+from gradwire.torch_internals import check_engine
 from gradwire.transport import GrpcLink, Handler, Link, LinkSettings, PeerIdentity, ServerCall, faults
 
 __all__ = ["LocalPeer"]
@@ -35,6 +36,7 @@ class LocalPeer:
 
     def __init__(self, name: str | None = None) -> None:
         name = name or f"{socket.gethostname()}-{os.getpid()}"
+        check_engine()
         self.identity = PeerIdentity(new_id(), name)
         # Without a ceiling: a thread that waits for another call must never keep that call from running.
         self.pool = DaemonThreads("gradwire")

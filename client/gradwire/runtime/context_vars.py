@@ -7,24 +7,12 @@ import threading
 from contextvars import ContextVar, Token
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
+from gradwire.torch_internals import is_stashed, stash, stashed, unstash
 
 __all__ = ["CarriedVar", "unstash"]
 
 T = TypeVar("T")
 _UNSET: Any = object()
-
-
-def unstash(key: str) -> None:
-    """Takes an object out of torch's thread-local state.
-
-    Not just None in its place, where torch can do better: what is there when a thread ends, torch lets go of
-    then, which is too late for Python if the process ends, too.
-    """
-    if hasattr(torch._C, "_remove_obj_from_tls"):
-        torch._C._remove_obj_from_tls(key)
-    else:
-        torch._C._stash_obj_in_tls(key, None)
 
 
 class _Stashed(NamedTuple):
@@ -55,9 +43,9 @@ class CarriedVar(Generic[T]):
         value: T = self._variable.get(_UNSET)
         if value is not _UNSET:
             return value
-        stashed = self._stashed()
-        if stashed is not None and stashed.thread != threading.get_ident():
-            found: T = stashed.value
+        carried = self._stashed()
+        if carried is not None and carried.thread != threading.get_ident():
+            found: T = carried.value
             return found
         return self._default
 
@@ -66,7 +54,7 @@ class CarriedVar(Generic[T]):
         before: _Stashed | bool | None = False
         if carried and asyncio._get_running_loop() is None:
             before = self._stashed()
-            torch._C._stash_obj_in_tls(self._key, _Stashed(threading.get_ident(), value))
+            stash(self._key, _Stashed(threading.get_ident(), value))
         return self._variable.set(value), before
 
     def reset(self, token: tuple[Token[T], _Stashed | bool | None]) -> None:
@@ -75,10 +63,10 @@ class CarriedVar(Generic[T]):
         if before is None:
             unstash(self._key)
         elif before is not False:
-            torch._C._stash_obj_in_tls(self._key, before)
+            stash(self._key, before)
 
     def _stashed(self) -> _Stashed | None:
-        if not torch._C._is_key_in_tls(self._key):
+        if not is_stashed(self._key):
             return None
-        stashed: _Stashed | None = torch._C._get_obj_in_tls(self._key)
-        return stashed
+        carried: _Stashed | None = stashed(self._key)
+        return carried

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.errors import CheckpointMismatch, WrongArguments
+from gradwire.torch_internals import set_state_metadata, state_metadata
 from gradwire.training.modules import RemoteModule, StateWithoutRemoteParts
 from gradwire.training.optimizers import DistributedOptimizer
 from gradwire.training.progress import ByteProgress
@@ -142,9 +143,9 @@ def _local_state(module: torch.nn.Module) -> tuple[dict[str, Any], list[tuple[st
     if any(isinstance(part, RemoteModule) for part in module.modules()):
         destination = StateWithoutRemoteParts()
         module.state_dict(destination=destination)
-        return destination, destination.remote_parts, destination._metadata
+        return destination, destination.remote_parts, state_metadata(destination)
     state = module.state_dict()
-    return state, [], getattr(state, "_metadata", None)
+    return state, [], state_metadata(state)
 
 
 def _put_module(writer: SnapshotWriter, module: torch.nn.Module, where: str, bar: ByteProgress) -> Any:
@@ -242,7 +243,7 @@ def _load_module(
     state = OrderedDict(snapshot.get(saved["state"]))
     metadata = snapshot.get(saved["metadata"])
     if metadata is not None:
-        state._metadata = metadata  # type: ignore[attr-defined] # as torch itself keeps it
+        set_state_metadata(state, metadata)
     try:
         module.load_state_dict(state, strict=strict)
     except (RuntimeError, WrongArguments) as error:

@@ -15,6 +15,15 @@ from gradwire.api.refs import RemoteRef
 from gradwire.api.workers import RemoteWorker, adopt_modules_with
 from gradwire.errors import GradwireError
 from gradwire.peers.current import current_context_id
+from gradwire.torch_internals import (
+    IncompatibleKeys,
+    make_subclass,
+    parse_to,
+    put_parameter,
+    set_state_metadata,
+    state_metadata,
+    unscale_and_check,
+)
 
 __all__ = ["RemoteModule"]
 
@@ -26,7 +35,7 @@ class StateWithoutRemoteParts(OrderedDict[str, Any]):
         super().__init__()
         self.remote_parts: list[tuple[str, RemoteModule]] = []
         """With the prefix of each."""
-        self._metadata: OrderedDict[str, Any] = OrderedDict()
+        set_state_metadata(self, OrderedDict())
 
 
 class RemoteModule(torch.nn.Module):
@@ -48,7 +57,7 @@ class RemoteModule(torch.nn.Module):
         # Not of this module, but of the ref: a circle would keep the worker's module until Python looks
         # for circles.
         # Under a name that is no attribute, since every attribute might be a method of the class.
-        self._parameters["<remote>"] = RemoteParameters(ref)
+        put_parameter(self, "<remote>", RemoteParameters(ref))
 
     @property
     def worker(self) -> RemoteWorker:
@@ -72,7 +81,7 @@ class RemoteModule(torch.nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Moves it to a device of the worker, or to a dtype."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, _ = parse_to(*args, **kwargs)
         self._verb("to", device, dtype)
         return self
 
@@ -100,9 +109,10 @@ class RemoteModule(torch.nn.Module):
         state, metadata = self._verb("state_dict")
         for key, value in state.items():
             destination[prefix + key] = value
-        if hasattr(destination, "_metadata"):
+        versions = state_metadata(destination)
+        if versions is not None:
             for key, value in metadata.items():
-                destination._metadata[(prefix + key).rstrip(".")] = value
+                versions[(prefix + key).rstrip(".")] = value
         return destination
 
     def load_state_dict(
@@ -110,11 +120,11 @@ class RemoteModule(torch.nn.Module):
     ) -> Any:
         """Sends parameters and buffers to the worker. Raises RuntimeError where they do not fit, as torch
         does. `assign` makes no difference: they are always copied into what is there."""
-        metadata = dict(getattr(state_dict, "_metadata", {}))
+        metadata = dict(state_metadata(state_dict) or {})
         missing, unexpected, refusal = self._verb("load_state_dict", dict(state_dict), metadata, strict)
         if refusal:
             raise RuntimeError(refusal)
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     # -- as a part of a local module, whose own methods go through these
 
@@ -202,7 +212,7 @@ class RemoteParameters(torch.nn.Parameter):
     _requires_grad: bool
 
     def __new__(cls, ref: RemoteRef) -> Self:
-        made = torch.Tensor._make_subclass(cls, torch.empty(0), True)
+        made: Self = make_subclass(cls, torch.empty(0), True)
         made.ref = ref
         made._requires_grad = True
         return made
@@ -210,7 +220,8 @@ class RemoteParameters(torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """Whether there is any is not known here."""
-        return torch.Tensor._make_subclass(_RemoteGradients, torch.empty(0))._of(self.ref)
+        gradients: _RemoteGradients = make_subclass(_RemoteGradients, torch.empty(0))
+        return gradients._of(self.ref)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -274,7 +285,7 @@ class _RemoteGradients(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        if func is unscale_and_check:
             return _unscale(*args)
         if func not in _ALLOWED_ON_GRADIENTS:
             raise TypeError(
@@ -328,7 +339,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     calls = [refs[0].worker.call_async("gradwire.unscale", refs, factor) for refs in remote.values()]
     local = [gradient for gradient in gradients if not isinstance(gradient, _RemoteGradients)]
     if local:
-        torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inverse_scale)
+        unscale_and_check(local, found_inf, inverse_scale)
     # All are waited for, whatever becomes of each.
     failure = next((failed for call in calls if (failed := call.exception()) is not None), None)
     if failure is not None:
@@ -357,7 +368,7 @@ def _state_dict_arguments(
         prefix = args[1] if len(args) > 1 else prefix
     if destination is None:
         destination = OrderedDict()
-        destination._metadata = OrderedDict()
+        set_state_metadata(destination, OrderedDict())
     return destination, prefix
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gradwire.torch_internals import coo_values, unscale_and_check
+
 __all__ = [
     "HALF_MADE",
     "MADE",
@@ -105,8 +107,8 @@ def unscaled(gradient: torch.Tensor, inverse_scale: float) -> tuple[torch.Tensor
     result = gradient.coalesce().clone() if is_half else gradient.clone()
     found = torch.zeros((), device=result.device)
     inverse = torch.full((), inverse_scale, device=result.device)
-    values = result._values() if result.is_sparse else result
-    torch._amp_foreach_non_finite_check_and_unscale_([values], found, inverse)
+    values = coo_values(result) if result.is_sparse else result
+    unscale_and_check([values], found, inverse)
     return result, not found.item()
 
 

@@ -27,6 +27,7 @@ import torch
 
 from gradwire.errors import Unencodable
 from gradwire.proto.v1 import tensor_pb2
+from gradwire.torch_internals import version_of
 
 from .codecs import COMPRESS_FROM, Codec
 from .memory import as_bytes, as_carrier, contiguous_strides, is_dense, is_injective, span
@@ -47,7 +48,7 @@ class Attachment:
         self.view = view
         self.size = view.nbytes
         self._owners = [tensor for tensor in owners if not tensor.is_inference()]
-        self._versions = [tensor._version for tensor in self._owners]
+        self._versions = [version_of(tensor) for tensor in self._owners]
 
     def check_unmodified(self) -> None:
         """Raises where a tensor was modified in place since it was encoded. For when the last byte is out.
@@ -55,7 +56,7 @@ class Attachment:
         Tensors made in inference mode, copies, and numpy arrays have no version to compare.
         """
         for tensor, version in zip(self._owners, self._versions, strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise Unencodable(
                     f"a tensor of shape {tuple(tensor.shape)} was modified in place while being sent; "
                     "wait for the call before writing to it, or send a clone"

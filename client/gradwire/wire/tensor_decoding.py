@@ -15,6 +15,14 @@ import torch
 
 from gradwire.errors import MalformedMessage, ResourceExhausted
 from gradwire.proto.v1 import tensor_pb2
+from gradwire.torch_internals import (
+    make_per_channel_quantized,
+    make_per_tensor_quantized,
+    make_unchecked_compressed,
+    make_unchecked_coo,
+    validate_compressed,
+    validate_coo,
+)
 
 from .contents import Bytes, Encoded, adopt, check_storages, materialise
 from .dtypes import BY_NUMBER, CARRIERS, QUANTIZED, WireType
@@ -298,9 +306,9 @@ def _quantized_empty(dtype: torch.dtype, message: tensor_pb2.Quantization, shape
     integers = QUANTIZED[dtype]
     if not message.HasField("axis"):
         one = torch.empty(1, dtype=integers, device="cpu")
-        return torch._make_per_tensor_quantized_tensor(one, message.scales[0], message.zero_points[0])
+        return make_per_tensor_quantized(one, message.scales[0], message.zero_points[0])
     thin = [size if dim == message.axis else min(size, 1) for dim, size in enumerate(shape)]
-    return torch._make_per_channel_quantized_tensor(
+    return make_per_channel_quantized(
         torch.empty(thin, dtype=integers, device="cpu"),
         torch.tensor(list(message.scales), dtype=torch.float64, device="cpu"),
         torch.tensor(list(message.zero_points), dtype=torch.int64, device="cpu"),
@@ -359,18 +367,17 @@ def _build_sparse(message: tensor_pb2.Tensor, index: int, built: list[torch.Tens
         first = indices[0].dim()
         if values.dim() < first + 2 or 0 in values.shape[first : first + 2]:
             raise MalformedMessage(f"tensor {index} has blocks of shape {list(values.shape[first:])}")
-    aten = torch.ops.aten
     # Checked apart from building: the check_invariants argument of the constructors switches a setting of the
     # whole process while they run, which other threads would see.
     try:
         if layout is torch.sparse_coo:
-            torch._validate_sparse_coo_tensor_args(indices[0], values, shape, message.coalesced)
-            return aten._sparse_coo_tensor_unsafe.default(  # type: ignore[no-any-return]
+            validate_coo(indices[0], values, shape, message.coalesced)
+            return make_unchecked_coo(
                 indices[0], values, shape, dtype=values.dtype, layout=layout, is_coalesced=message.coalesced
             )
-        torch._validate_sparse_compressed_tensor_args(indices[0], indices[1], values, shape, layout)
+        validate_compressed(indices[0], indices[1], values, shape, layout)
         return _despite_warning(
-            lambda: aten._sparse_compressed_tensor_unsafe.default(
+            lambda: make_unchecked_compressed(
                 indices[0], indices[1], values, shape, dtype=values.dtype, layout=layout
             )
         )

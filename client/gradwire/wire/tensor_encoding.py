@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 from gradwire.proto.v1 import tensor_pb2
+from gradwire.torch_internals import coo_indices, coo_values, is_functorch_wrapped, is_zerotensor
 
 from .codecs import COMPRESS_FROM, Codec
 from .dtypes import NUMBERS, QUANTIZED
@@ -14,12 +18,17 @@ from .storages import Attachment, Region, StorageWriter
 __all__ = ["TensorWriter"]
 
 _STRIDED = torch.strided
-_COMPONENTS = {
-    torch.sparse_coo: (tensor_pb2.LAYOUT_SPARSE_COO, ("_indices", "_values")),
-    torch.sparse_csr: (tensor_pb2.LAYOUT_SPARSE_CSR, ("crow_indices", "col_indices", "values")),
-    torch.sparse_csc: (tensor_pb2.LAYOUT_SPARSE_CSC, ("ccol_indices", "row_indices", "values")),
-    torch.sparse_bsr: (tensor_pb2.LAYOUT_SPARSE_BSR, ("crow_indices", "col_indices", "values")),
-    torch.sparse_bsc: (tensor_pb2.LAYOUT_SPARSE_BSC, ("ccol_indices", "row_indices", "values")),
+_Tensor: Any = torch.Tensor
+_BY_ROWS = (_Tensor.crow_indices, _Tensor.col_indices, _Tensor.values)
+_BY_COLUMNS = (_Tensor.ccol_indices, _Tensor.row_indices, _Tensor.values)
+_COMPONENTS: dict[
+    torch.layout, tuple[tensor_pb2.Layout, Sequence[Callable[[torch.Tensor], torch.Tensor]]]
+] = {
+    torch.sparse_coo: (tensor_pb2.LAYOUT_SPARSE_COO, (coo_indices, coo_values)),
+    torch.sparse_csr: (tensor_pb2.LAYOUT_SPARSE_CSR, _BY_ROWS),
+    torch.sparse_csc: (tensor_pb2.LAYOUT_SPARSE_CSC, _BY_COLUMNS),
+    torch.sparse_bsr: (tensor_pb2.LAYOUT_SPARSE_BSR, _BY_ROWS),
+    torch.sparse_bsc: (tensor_pb2.LAYOUT_SPARSE_BSC, _BY_COLUMNS),
 }
 _QUANTIZATION_SCHEMES = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 _CHANNEL_SCHEMES = (torch.per_channel_affine, torch.per_channel_symmetric)
@@ -34,7 +43,7 @@ def _size_if_simple(tensor: torch.Tensor) -> int | None:
         and tensor.layout is _STRIDED
         and tensor.dtype in NUMBERS
         and not (tensor.is_quantized or tensor.is_nested)
-        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+        and not (tensor.is_neg() or tensor.is_conj() or is_zerotensor(tensor))
     ):
         return None
     if tensor.is_contiguous():
@@ -68,11 +77,11 @@ def _why_not(tensor: torch.Tensor) -> str | None:
         if tensor.is_meta:
             return "a sparse meta tensor cannot travel"
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped(tensor):
         return "a tensor inside torch.func (vmap, grad, ...) has no memory of its own and cannot travel"
     if tensor.is_quantized:
         return _why_not_quantized(tensor)
-    if not tensor.is_meta and tensor.numel() and not tensor._is_zerotensor():
+    if not tensor.is_meta and tensor.numel() and not is_zerotensor(tensor):
         needed = span(tensor.shape, tensor.stride()) + tensor.storage_offset()
         if needed * tensor.element_size() > tensor.untyped_storage().nbytes():
             return "the tensor's storage was resized and no longer holds its elements"
@@ -176,15 +185,13 @@ class TensorWriter:
         count = len(self.tensors)
         # Components come after all of the user's tensors: those have the same index here and in the table.
         for message, tensor in sparse:
-            message.layout, accessors = _COMPONENTS[tensor.layout]
+            message.layout, (*of_indices, of_values) = _COMPONENTS[tensor.layout]
             if tensor.layout is torch.sparse_coo:
                 message.coalesced = tensor.is_coalesced()
             detached = tensor.detach()
-            for accessor in accessors:
-                component = getattr(detached, accessor)()
-                if "indices" in accessor:
-                    # The receiver copies them, and takes none that are more than their bytes (expanded).
-                    component = component.contiguous()
+            # The receiver copies indices, and takes none that are more than their bytes (expanded).
+            components = [indices_of(detached).contiguous() for indices_of in of_indices]
+            for component in (*components, of_values(detached)):
                 self._write_strided(self._describe(component), component, regions)
                 message.components.append(count)
                 count += 1
@@ -218,7 +225,7 @@ class TensorWriter:
                 message.strides.extend(tensor.stride())
             message.storage = self.storages.inline(b"")
             return
-        if tensor._is_zerotensor():
+        if is_zerotensor(tensor):
             # It stands for zeros without holding any.
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if tensor.is_conj() or tensor.is_neg():

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -33,6 +32,7 @@ from gradwire.proto.v1 import value_pb2
 from gradwire.runtime.scope import current_scope
 from gradwire.system.accounting import InUse, Tally
 from gradwire.system.timers import call_later
+from gradwire.torch_internals import preserving_versions
 from gradwire_server.objects.access import Access, ParameterLock, Reading
 
 if TYPE_CHECKING:
@@ -321,9 +321,8 @@ class ObjectStore:
         parameters = tuple(parameter for held in lenient for parameter in held.value.parameters())
         with self.access.changing(frozenset(lock for held in changed for lock in held.locks)):
             # A backward of an older forward then uses the new values: that is what was asked for.
-            preserve: Callable[..., Any] = _unsafe_preserve_version_counter
             try:
-                with preserve(parameters) if parameters else nullcontext():
+                with preserving_versions(parameters) if parameters else nullcontext():
                     yield
             finally:
                 for held in changed:

@@ -13,6 +13,7 @@ from gradwire.errors import WrongArguments
 from gradwire.peers.current import current_peer
 from gradwire.proto.v1 import value_pb2
 from gradwire.runtime.scope import current_scope
+from gradwire.torch_internals import set_state_metadata, state_metadata
 from gradwire.training.stepping import unscaled
 from gradwire_server.objects.optimizers import Optimizers
 from gradwire_server.objects.registry import Registry
@@ -69,7 +70,7 @@ class _Verbs:
             state = module.state_dict()
             # Copies: the values must not change while they are on their way.
             copies = {name: _copy(value) for name, value in state.items()}
-        return copies, dict(getattr(state, "_metadata", {}))
+        return copies, dict(state_metadata(state) or {})
 
     def load_state_dict(
         self,
@@ -80,7 +81,7 @@ class _Verbs:
     ) -> tuple[list[str], list[str], str]:
         """Missing keys, unexpected keys, and what else torch has to say against the state."""
         whole = OrderedDict(state)
-        whole._metadata = OrderedDict(metadata)  # type: ignore[attr-defined] # torch keeps it there
+        set_state_metadata(whole, OrderedDict(metadata))
         with self._objects.changing([_module(module)]):
             try:
                 keys = module.load_state_dict(whole, strict=strict)

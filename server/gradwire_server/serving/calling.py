@@ -10,7 +10,6 @@ from types import CoroutineType
 
 import numpy
 import torch
-from torch.utils._pytree import tree_map_only
 
 from gradwire import wire
 from gradwire.api.workers import handle_for
@@ -19,6 +18,7 @@ from gradwire.errors import InvalidDeviceMap, MalformedMessage, StaleParameters
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.runtime.scope import Scope, entered
+from gradwire.torch_internals import storage_id, tree_map_only, version_of
 from gradwire.transport import Buffer, Link, ServerCall
 from gradwire_server.objects.access import Reading
 from gradwire_server.objects.registry import ExposedFunction, Registry
@@ -284,7 +284,7 @@ def _freshness(used: Sequence[HeldObject], reading: Reading) -> Callable[[], Non
     was changed while it was computed with them."""
     strict = [held for held in used if not held.allow_stale and isinstance(held.value, torch.nn.Module)]
     versions = [
-        (name, parameter, parameter._version)
+        (name, parameter, version_of(parameter))
         for held in strict
         for name, parameter in held.value.named_parameters()
     ]
@@ -298,7 +298,7 @@ def _freshness(used: Sequence[HeldObject], reading: Reading) -> Callable[[], Non
                 f"{class_names}: an optimizer step was made during the forward, which took too long to wait "
                 "for; run it again"
             )
-        stale = [name for name, parameter, version in versions if parameter._version != version]
+        stale = [name for name, parameter, version in versions if version_of(parameter) != version]
         if stale or any(lock.unversioned_changes != count for lock, count in changes):
             shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
             error = StaleParameters(
@@ -319,10 +319,10 @@ def _apart(result: object, used: Sequence[HeldObject]) -> object:
     lenient = [held.value for held in used if held.allow_stale and isinstance(held.value, torch.nn.Module)]
     if not lenient:
         return result
-    shared = {parameter.untyped_storage()._cdata for module in lenient for parameter in module.parameters()}
+    shared = {storage_id(parameter) for module in lenient for parameter in module.parameters()}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        is_shared = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in shared
+        is_shared = tensor.layout is torch.strided and storage_id(tensor) in shared
         return tensor.clone() if is_shared else tensor
 
     return tree_map_only(torch.Tensor, copied, result)

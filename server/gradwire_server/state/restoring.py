@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradwire.torch_internals import set_state_metadata, state_metadata, storage_id, version_of
 from gradwire_server.objects.store import HeldObject, ObjectStore, Recipe
 
 __all__ = ["Mark", "Misfit", "copied_object", "mark_of", "restore_object"]
@@ -40,7 +41,7 @@ def mark_of(held: HeldObject) -> Mark:
         return Mark()
     try:
         tensors = [
-            (name, tensor.data_ptr(), tensor._version, tensor.shape, tensor.dtype, tensor.requires_grad)
+            (name, tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype, tensor.requires_grad)
             for name, tensor in itertools.chain(value.named_parameters(), value.named_buffers())
         ]
     except (RuntimeError, ValueError):
@@ -70,7 +71,7 @@ def copied_object(held: HeldObject) -> dict[str, Any]:
         state = value.state_dict()
         memo: dict[object, torch.Tensor] = {}
         entry["state"] = _copied(dict(state), memo)
-        entry["versions"] = _copied(dict(getattr(state, "_metadata", {})), memo)
+        entry["versions"] = _copied(dict(state_metadata(state) or {}), memo)
         entry["devices"] = {
             key: str(item.device)
             for key, item in state.items()
@@ -88,7 +89,7 @@ def _copied(value: Any, memo: dict[object, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return value.detach().to("cpu", copy=True)
-        place = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride())
+        place = (storage_id(value), value.storage_offset(), value.shape, value.stride())
         key = (*place, value.dtype, value.is_conj(), value.is_neg())
         if key not in memo:
             memo[key] = value.detach().to("cpu", copy=True)
@@ -134,7 +135,7 @@ def _restore_state(value: Any, entry: Mapping[str, Any]) -> None:
         except Exception as error:  # of the user's class
             raise Misfit(f"it does not take its state: {type(error).__name__}: {error}") from error
         return
-    state._metadata = OrderedDict(entry["versions"])  # type: ignore[attr-defined] # as torch keeps it
+    set_state_metadata(state, OrderedDict(entry["versions"]))
     _put_as_saved(value, state, entry["devices"])
     try:
         value.load_state_dict(state)

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gradwire.errors import CheckpointError
+from gradwire.torch_internals import storage_id
 from gradwire.wire.dtypes import DTYPES_BY_NAME, dtype_name
 
 __all__ = ["FileEntry", "Shard", "TensorFile", "write_synced"]
@@ -80,7 +81,7 @@ class Shard:
     def add(self, tensor: torch.Tensor, where: str) -> dict[str, Any]:
         """Takes a dense tensor; returns how the manifest refers to it. The same memory is stored once."""
         key = (
-            tensor.untyped_storage()._cdata,
+            storage_id(tensor),
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),

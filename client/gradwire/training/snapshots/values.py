@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import CheckpointError
+from gradwire.torch_internals import coo_indices, coo_values
 from gradwire.wire.dtypes import DTYPES_BY_NAME, dtype_name
 
 __all__ = ["Json", "decode", "encode", "encoded_dict"]
@@ -94,8 +95,8 @@ def _encode_tensor(tensor: torch.Tensor, where: str, put: PutTensor) -> Json:
         return put(tensor, where)
     shape = list(tensor.shape)
     if tensor.layout is torch.sparse_coo:
-        parts = {"indices": put(tensor._indices(), f"{where}.indices")}
-        parts["values"] = put(tensor._values(), f"{where}.values")
+        parts = {"indices": put(coo_indices(tensor), f"{where}.indices")}
+        parts["values"] = put(coo_values(tensor), f"{where}.values")
         return {"$sparse_coo": {**parts, "shape": shape, "coalesced": tensor.is_coalesced()}}
     if tensor.layout in _COMPRESSED:
         parts = {
