@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow bench bench-shaped bench-growth soak search lint format types protos protos-check dist check up down clean
+.PHONY: help install demo test test-oldest test-slow bench bench-shaped bench-growth soak search lint format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +27,9 @@ demo: $(INSTALLED) ## train a model split over two workers on this machine, and 
 # A process that crashes is not replaced: pytest-xdist would wait for ever for the tests that it had been given.
 test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest
 	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 4 --dist loadscope --max-worker-restart 0 --maxfail 20)
+
+test-oldest: ## run the tests on the oldest torch that pyproject.toml claims, in an environment of its own
+	@PYTHON="$(PYTHON)" scripts/test-oldest $(ARGS)
 
 test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, many kills
 	@$(BIN)/python -m pytest -m slow $(ARGS)

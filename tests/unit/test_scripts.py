@@ -1,8 +1,9 @@
-"""Scripts that download do not wait for an index that does not answer."""
+"""Scripts that download: from which index, and which versions."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import stat
@@ -23,6 +24,14 @@ case "$*" in
     "-m pip"*) echo "$@" >>pip.txt ;;
     *) exec {python} "$@" ;;
 esac
+"""
+
+# In the place of scripts/install: an environment whose interpreter writes down what it was to run.
+INSTALL = """#!/bin/sh
+mkdir -p "$1/bin"
+cat "$CONSTRAINTS" >installed.txt
+printf '#!/bin/sh\\necho "$@" >ran.txt\\n' >"$1/bin/python"
+chmod +x "$1/bin/python"
 """
 
 
@@ -82,3 +91,22 @@ def test_wheels_are_downloaded_without_an_index_that_does_not_answer(clone: Path
 def test_wheels_are_downloaded_from_an_index_that_was_named(clone: Path) -> None:
     run(clone, "wheels", TORCH_INDEX_URL=INDEX)
     assert f"--extra-index-url {INDEX}" in (clone / "pip.txt").read_text()
+
+
+def test_the_oldest_torch_is_not_tested_again_where_it_is_the_one_that_is_pinned(clone: Path) -> None:
+    text = (clone / "pyproject.toml").read_text()
+    (clone / "pyproject.toml").write_text(re.sub(r'"torch>=[^"]*"', '"torch>=2.7"', text))
+    (clone / "constraints.txt").write_text("torch==2.7.0\n")
+    done = run(clone, "test-oldest")
+    assert "2.7.0: `make test` runs on it" in done.stdout
+    assert not (clone / "pip.txt").exists()
+
+
+def test_the_oldest_torch_is_installed_and_tested_apart(clone: Path) -> None:
+    text = (clone / "pyproject.toml").read_text()
+    (clone / "pyproject.toml").write_text(re.sub(r'"torch>=[^"]*"', '"torch>=2.7,<2.9"', text))
+    (clone / "constraints.txt").write_text("torch==2.8.1\nnumpy==2.4.6\n")
+    (clone / "scripts" / "install").write_text(INSTALL)
+    run(clone, "test-oldest", "tests/unit", "-x")
+    assert (clone / "installed.txt").read_text() == "torch==2.7.0\nnumpy==2.4.6\n"
+    assert (clone / "ran.txt").read_text() == "-m pytest tests/unit -x\n"
