@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest test-slow bench bench-shaped bench-growth soak search lint format types protos protos-check dist check up down clean
+.PHONY: help install demo test test-oldest test-slow bench bench-shaped bench-growth soak search lint hooks format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,10 +49,14 @@ bench-shaped: $(INSTALLED) ## measure steps over a line of 100 Mbit/s with each 
 bench-growth: $(INSTALLED) ## measure how the time of a step grows with what is in it; ARGS="--quick"
 	@$(BIN)/python -m benchmarks.growth $(ARGS)
 
-lint: $(INSTALLED) ## ruff, formatting and the import contracts between the layers
+lint: $(INSTALLED) ## ruff, formatting, the import contracts between the layers, the configuration of hooks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
+	@$(BIN)/pre-commit validate-config
+
+hooks: $(INSTALLED) ## have git run the linters before each commit, and check the message of it
+	@$(BIN)/pre-commit install
 
 format: $(INSTALLED) ## format the code and apply ruff's safe fixes
 	@$(BIN)/ruff check --fix .
