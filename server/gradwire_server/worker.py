@@ -233,7 +233,7 @@ class Worker:
         self._serve_as_program()
         server.start()
         _running[self] = None
-        self._peer.engine.keep_lease(self._settings.lease)
+        self._peer.engine.leases.sweep_every(self._settings.lease)
         self._objects.keep_lease(self._settings.lease, self._is_linked)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
@@ -280,7 +280,7 @@ class Worker:
 
     def _is_linked(self, client: int) -> bool:
         peers = [peer for peer in (self._peer, self._program) if peer is not None]
-        return any(peer.engine.is_linked(client) for peer in peers)
+        return any(peer.engine.leases.is_linked(client) for peer in peers)
 
     def _drop_owner(self, client: int) -> None:
         if not self._is_linked(client):

@@ -145,7 +145,7 @@ def test_hooks_of_a_pass_that_failed_never_run(served: tuple[Both, dict[str, Pla
     both.reset()
     both.check(lambda call, x: call("a", "dot", x), leaf())
     assert len(seen) == 1
-    assert not any(node.engine.hooks._passes for node in list(live_peers))
+    assert not any(peer.engine.passes.hooks._passes for peer in list(live_peers))
 
 
 def test_a_hook_and_a_step_of_another_context_have_grad_to_themselves() -> None:

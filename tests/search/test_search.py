@@ -135,7 +135,7 @@ def test_a_graph_that_was_freed_is_refused_on_both_sides(local_workers: Workers)
 
 
 def test_a_refusal_that_is_missing_is_found(local_workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.autograd.records.ReceivedTensors.spend", lambda *args, **kwargs: None)
+    monkeypatch.setattr("gradwire.autograd.records.ReceivedTensors.mark_freed", lambda *args, **kwargs: None)
     program = (
         Call(0, "a", "same", X, Y, "p", "b"),
         Backward(1, "plain", (Operand(0),), (), retain_graph=False),

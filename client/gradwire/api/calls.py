@@ -12,7 +12,7 @@ from typing import Any
 from gradwire import wire
 from gradwire.api.compression import agreed_with
 from gradwire.api.device_maps import NO_MAP, DeviceMap
-from gradwire.autograd import DistEngine, capture_modes
+from gradwire.autograd import DistEngine, capture_modes, receive_response, send_call
 from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
 from gradwire.peers.current import current_context_id, current_peer
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
@@ -165,10 +165,10 @@ def start_call(
     engine = current_peer().engine
     future = CallFuture(
         partial(_decode_response, engine, link, function, devices, agreed, resolve_ref),
-        engine.releases_to(link).on_discarded(autograd_pb2.ForwardWithAutogradResponse),
+        engine.releases.to(link).on_discarded(autograd_pb2.ForwardWithAutogradResponse),
         link,
     )
-    engine.send_call(request, encoder.tensors, current_context_id(), link, future)
+    send_call(engine, request, encoder.tensors, current_context_id(), link, future)
     try:
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)
@@ -204,7 +204,7 @@ def _decode_response(
     if decoder.saved:
         link.count_saved(decoder.saved)
     devices.bring_back(decoder.tensors, decoder.devices, link.peer)
-    engine.receive_response(response, decoder, link, f"the results of {function}", compression)
+    receive_response(engine, response, decoder, link, f"the results of {function}", compression)
     return decoder.value(response.result, "result")
 
 

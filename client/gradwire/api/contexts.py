@@ -66,7 +66,7 @@ class Context:
             gradients = list(grad_tensors)
         engine = self._peer.engine
         engine.container.get(self._id)  # if it has ended, says so before anything of the graph is freed
-        pass_id = engine.start_pass()
+        pass_id = engine.passes.start()
         run = BackwardRun(
             engine,
             pass_id,
@@ -76,10 +76,10 @@ class Context:
             retain_graph=retain_graph,
         )
         try:
-            backward_to_leaves(root_list, gradients, run, partial(engine.collect, run, self._id))
+            backward_to_leaves(root_list, gradients, run, partial(engine.accumulate, run, self._id))
             run_waiting_hooks(engine, pass_id)
         finally:
-            engine.end_pass(pass_id)
+            engine.passes.end(pass_id)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients that this process holds in the context, for each of its leaf tensors.
@@ -157,7 +157,7 @@ class Context:
             self._blocks -= 1
             ends = self._is_own and not self._blocks
         if ends:
-            self._peer.engine.end_context(self._id)
+            self._peer.engine.leases.end(self._id)
 
     def __repr__(self) -> str:
         return f"<gradwire context {self._id}>"

@@ -14,7 +14,7 @@ from gradwire.api.calls import CallFuture
 from gradwire.api.device_maps import NO_MAP, Device, DeviceMap
 from gradwire.api.function_info import FunctionInfo, function_info
 from gradwire.api.refs import RemoteRef
-from gradwire.autograd import ContextId, Releases
+from gradwire.autograd import ContextId, PeerReleases
 from gradwire.errors import ConnectFailed, GradwireError, LinkClosed, NotFound
 from gradwire.peers.connections import Again, WorkerConnection
 from gradwire.peers.current import current_peer
@@ -175,8 +175,8 @@ class RemoteWorker:
         ref = RemoteRef(self, message) if is_there else handle_for(message, current_peer())
         return _module_handles[-1](ref) if message.is_module and _module_handles else ref
 
-    def _releases(self) -> Releases:
-        return self._place.engine.releases_to(self._link)
+    def _releases(self) -> PeerReleases:
+        return self._place.engine.releases.to(self._link)
 
     def ping(self, timeout: float | None = None) -> float:
         """Seconds for a round trip."""

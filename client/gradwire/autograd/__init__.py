@@ -1,19 +1,25 @@
-"""Gradients across nodes, on PyTorch's own engine. Knows nothing of gRPC.
+"""Gradients across peers, on PyTorch's own engine. Knows nothing of gRPC.
 
-Read `nodes` first: the two nodes that it adds to the graph. `engine` records what crosses, `passes`
-and `local` run backward, `propagating` asks other nodes for their part, `serving` answers those who ask this
-node. `regions`, `merging` and `holding` make it cheap where a worker keeps state from call to call.
+Read `send_recv` first, the heart. Then:
+
+- `messages` records what crosses in a call; `records` and `contexts` are what is remembered;
+- `graph_tasks` and `backward` run graphs; `propagating` requests the rest from other peers, `serving` serves
+  such requests;
+- `passes`, `releases` and `leases` say when what is remembered may go;
+- `kept_state` makes it fast where a worker keeps state from call to call.
 """
 
-from gradwire.autograd.borrowing import borrowed_grad
+from gradwire.autograd.backward import backward_to_leaves
+from gradwire.autograd.borrowed_grad import borrowed_grad
 from gradwire.autograd.contexts import DistAutogradContainer, DistAutogradContext
 from gradwire.autograd.engine import DistEngine
+from gradwire.autograd.gradients import nbytes
 from gradwire.autograd.graph_tasks import BackwardRun
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.local import backward_to_leaves
+from gradwire.autograd.messages import receive_call, receive_response, send_call, send_results
 from gradwire.autograd.modes import applied as applied_modes
 from gradwire.autograd.modes import capture as capture_modes
-from gradwire.autograd.records import Releases, nbytes
+from gradwire.autograd.releases import PeerReleases
 from gradwire.autograd.serving import serve_cleanup, serve_propagate
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
 
@@ -24,7 +30,7 @@ __all__ = [
     "DistAutogradContainer",
     "DistAutogradContext",
     "DistEngine",
-    "Releases",
+    "PeerReleases",
     "applied_modes",
     "backward_to_leaves",
     "borrowed_grad",
@@ -32,7 +38,11 @@ __all__ = [
     "message_ids",
     "message_protos",
     "nbytes",
+    "receive_call",
+    "receive_response",
     "run_waiting_hooks",
+    "send_call",
+    "send_results",
     "serve_cleanup",
     "serve_propagate",
 ]

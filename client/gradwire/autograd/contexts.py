@@ -1,7 +1,7 @@
-"""Contexts: the gradients and messages of one pass, kept apart from those of others.
+"""Contexts: the gradients and messages of one training step, kept apart from those of others.
 
-Each node has a store. A context exists in the store of every node that the pass reached, under the same
-id. Each client has an ambient context (number 0) for plain `backward()`.
+Each peer has a container. A context exists in the container of every peer that its calls reached, under the
+same id. Each client has an ambient context (number 0) for plain `backward()`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.autograd.groups import Reach
-from gradwire.autograd.records import SentArguments, SentResults, added
+from gradwire.autograd.gradients import added
+from gradwire.autograd.kept_state.remote_segments import RemoteSegment
+from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.errors import NotFound, StepRefused
 from gradwire.system.accounting import InUse, Tally
 from gradwire.transport.base import Link
@@ -24,11 +25,11 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 __all__ = ["DistAutogradContainer", "DistAutogradContext"]
 
 _REMEMBERED_ENDED = 10_000
-"""So many contexts that have ended are remembered, so that a late call cannot bring one back to life."""
+"""How many contexts that have ended are remembered, so that a late call cannot bring one back to life."""
 
 
 class DistAutogradContext:
-    """What one node holds of one context."""
+    """What one peer holds of one context."""
 
     def __init__(self, id: ContextId) -> None:
         self.id = id
@@ -36,32 +37,36 @@ class DistAutogradContext:
         self.last_used = self.since
         self.arguments: set[AutogradMessageId] = set()
         self.results: set[AutogradMessageId] = set()
-        self.reaches: set[AutogradMessageId] = set()
+        self.segments: set[AutogradMessageId] = set()
         self.known_workers: weakref.WeakSet[Link] = weakref.WeakSet()
-        """Where calls of this context went: they hold a part of it, too."""
+        """The links that calls of this context went over: those workers hold a part of it, too."""
         self.peers: set[int] = set()
-        """The nodes that it came from. While one of them has a link to this node, it is theirs to end."""
+        """The peers that it came from. While one of them has a link to this peer, it is theirs to end."""
         self.users = 0
-        """Requests that are being answered in it: nobody may take it for abandoned meanwhile."""
+        """How many requests are being served in it: it must not be taken for abandoned meanwhile."""
         self._lock = threading.Lock()
         # Weak, as `.grad` is: a leaf that a function made for one call takes its gradient along.
         self._gradients = WeakTensorKeyDictionary()
         self._handed_out = WeakTensorKeyDictionary()
-        """For leaves whose gradients somebody was shown: the version of the leaf then, and whether more was
-        added to the gradient since."""
+        """For leaves whose gradients the user's code was given: the version of the leaf then, and whether
+        more was added to the gradient since."""
 
     def accumulate(
         self, leaf: torch.Tensor, gradient: torch.Tensor, unless: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Adds a gradient, `unless` it no longer counts; both before or after the gradients are cleared."""
+    ) -> bool:
+        """Adds a gradient, `unless` it no longer counts. Whether it was added.
+
+        Checked under the lock: either both happen before the gradients are cleared, or both after.
+        """
         with self._lock:
             if unless():
-                return
+                return False
             so_far = self._gradients.get(leaf)  # type: ignore[no-untyped-call]
             self._gradients[leaf] = gradient if so_far is None else added(so_far, gradient)
             if self._handed_out.data and leaf in self._handed_out:
                 version, _ = self._handed_out[leaf]
                 self._handed_out[leaf] = version, True
+            return True
 
     def take_gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
         with self._lock:
@@ -75,8 +80,8 @@ class DistAutogradContext:
     def hand_out(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients, for the user's code.
 
-        Raises StepRefused for those that were handed out before, if since then the leaf was changed and
-        more was added: who steps with gradients and does not forget them would step with all earlier ones.
+        Raises StepRefused for those that were handed out before, if since then the leaf was changed and more
+        was added: code that steps with gradients without clearing them would step with all earlier ones, too.
         """
         with self._lock:
             found = dict(self._gradients)
@@ -96,7 +101,7 @@ class DistAutogradContext:
             return found
 
     def take_gradients(self, leaves: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients of some leaves, which are not kept any longer."""
+        """The gradients of some leaves, which are cleared."""
         with self._lock:
             taken = {leaf: self._gradients[leaf] for leaf in leaves if leaf in self._gradients}
             self._forget(taken)
@@ -114,7 +119,7 @@ class DistAutogradContext:
     def change_gradients(
         self, leaves: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Puts others in the place of gradients. Not in place: they may share memory with one another."""
+        """Replaces gradients by what a function makes of them. Not in place: they may share memory."""
         with self._lock:
             for leaf in leaves:
                 if leaf in self._gradients:
@@ -122,23 +127,23 @@ class DistAutogradContext:
 
 
 class DistAutogradContainer:
-    """All contexts of a node, and the messages in them."""
+    """All contexts of a peer, and the messages in them."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._contexts: dict[ContextId, DistAutogradContext] = {}
         self._arguments: dict[AutogradMessageId, SentArguments] = {}
         self._results: dict[AutogradMessageId, SentResults] = {}
-        self._reaches: dict[AutogradMessageId, Reach] = {}
+        self._segments: dict[AutogradMessageId, RemoteSegment] = {}
         self._ended: dict[ContextId, None] = {}
         self.counts = Tally()
         """Of contexts, by their owners."""
         self.result_bytes = Tally()
         """Of the results that are kept, by the owners of their contexts."""
         self.when_released: Callable[[Sequence[AutogradMessageId]], None] = lambda messages: None
-        """Told of all that is released: whoever else uses the same ids lets go of what it holds."""
-        self.when_owner_dropped: Callable[[int], None] = lambda node: None
-        """Told when everything of a client goes."""
+        """Told of all ids that are released: the server lets go of objects that have such ids."""
+        self.when_owner_dropped: Callable[[int], None] = lambda owner: None
+        """Told when everything that belongs to a client goes."""
 
     def get(self, id: ContextId) -> DistAutogradContext:
         """The context, new if need be. Raises NotFound if it has ended."""
@@ -160,7 +165,7 @@ class DistAutogradContainer:
             return context
 
     def in_use(self, id: ContextId | None) -> InUse:
-        """While a request is answered in a context. None: in none."""
+        """Entered while a request is served in a context. None: in none."""
         return InUse(self._lock, None if id is None else self._contexts.get(id))
 
     def contexts(self) -> list[DistAutogradContext]:
@@ -180,15 +185,15 @@ class DistAutogradContainer:
             self._results[sent.id] = sent
             self.result_bytes.add(sent.context.peer, sent.bytes)
 
-    def keep_reach(self, reach: Reach) -> None:
+    def keep_segment(self, segment: RemoteSegment) -> None:
         with self._lock:
-            self.get(reach.context).reaches.add(reach.source)
-            self._reaches[reach.source] = reach
+            self.get(segment.context).segments.add(segment.source)
+            self._segments[segment.source] = segment
 
-    def reaches(self, ids: Sequence[AutogradMessageId]) -> list[Reach]:
+    def segments(self, ids: Sequence[AutogradMessageId]) -> list[RemoteSegment]:
         """Those that are known."""
         with self._lock:
-            return [self._reaches[id] for id in ids if id in self._reaches]
+            return [self._segments[id] for id in ids if id in self._segments]
 
     def arguments(self, id: AutogradMessageId) -> SentArguments | None:
         with self._lock:
@@ -202,8 +207,8 @@ class DistAutogradContainer:
         with self._lock:
             return [self._results[id] for id in context.results if id in self._results]
 
-    def _pop(self, id: AutogradMessageId) -> Sequence[SentArguments | SentResults | Reach | None]:
-        return self._arguments.pop(id, None), self._pop_results(id), self._reaches.pop(id, None)
+    def _pop(self, id: AutogradMessageId) -> Sequence[SentArguments | SentResults | RemoteSegment | None]:
+        return self._arguments.pop(id, None), self._pop_results(id), self._segments.pop(id, None)
 
     def _pop_results(self, id: AutogradMessageId) -> SentResults | None:
         sent = self._results.pop(id, None)
@@ -213,7 +218,7 @@ class DistAutogradContainer:
 
     def release(self, messages: Sequence[AutogradMessageId]) -> bool:
         """Lets go of messages. Whether there were any."""
-        released: list[SentArguments | SentResults | Reach] = []
+        released: list[SentArguments | SentResults | RemoteSegment] = []
         with self._lock:
             for id in messages:
                 for kept in self._pop(id):
@@ -223,24 +228,24 @@ class DistAutogradContainer:
                         if context is not None:
                             context.arguments.discard(id)
                             context.results.discard(id)
-                            context.reaches.discard(id)
+                            context.segments.discard(id)
         if messages:
             self.when_released(messages)
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
         return bool(released)
 
-    def release_sent_to(self, node: int, context: ContextId | None = None) -> bool:
-        """Lets go of all messages, or those of a context, that went to a node. Whether there were any."""
+    def release_sent_to(self, peer: int, context: ContextId | None = None) -> bool:
+        """Lets go of all messages, or those of a context, that went to a peer. Whether there were any."""
         with self._lock:
             every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
-            sent = [m.id for m in every if m.peer == node and context in (None, m.context)]
-            reaches = self._reaches.values()
-            sent += [r.source for r in reaches if r.source.peer == node and context in (None, r.context)]
+            sent = [m.id for m in every if m.peer == peer and context in (None, m.context)]
+            segments = self._segments.values()
+            sent += [s.source for s in segments if s.peer == peer and context in (None, s.context)]
         del every
         return self.release(sent)
 
     def end(self, id: ContextId) -> DistAutogradContext | None:
-        """Lets go of a context for good: whoever uses it from now on is told so."""
+        """Lets go of a context for good: later uses raise NotFound."""
         with self._lock:
             if id.number:
                 self._ended[id] = None
@@ -252,24 +257,24 @@ class DistAutogradContainer:
         """Lets go of a context and all its messages."""
         with self._lock:
             context = self._contexts.pop(id, None)
-            messages = [] if context is None else [*context.arguments, *context.results, *context.reaches]
+            messages = [] if context is None else [*context.arguments, *context.results, *context.segments]
             held = [self._pop(message) for message in messages]
             if context is not None:
                 self.counts.add(id.peer, -1)
         del held  # after the lock, as above
         return context
 
-    def drop_owner(self, node: int, keeps: Callable[[int], bool]) -> list[DistAutogradContext]:
-        """Lets go of everything that belongs to a client, save what came by way of nodes that keep it."""
-        owned = [context for context in self.contexts() if context.id.peer == node]
+    def drop_owner(self, owner: int, keeps: Callable[[int], bool]) -> list[DistAutogradContext]:
+        """Lets go of everything that belongs to a client, save what came by way of peers that keep it."""
+        owned = [context for context in self.contexts() if context.id.peer == owner]
         dropped = [context for context in owned if not any(map(keeps, tuple(context.peers)))]
         for context in dropped:
             self.drop(context.id)
-        self.when_owner_dropped(node)
+        self.when_owner_dropped(owner)
         return dropped
 
     def unused(self, seconds: float, is_linked: Callable[[int], bool]) -> list[ContextId]:
-        """Contexts of clients that nobody here can reach, and that were not used for so long."""
+        """Contexts that were not used for so many seconds, of clients that have no link to this peer."""
         before = time.monotonic() - seconds
         return [
             context.id

@@ -1,7 +1,7 @@
-"""One graph task of PyTorch's engine: what it has asked of other nodes, and what it waits for.
+"""One graph task of PyTorch's engine: what it has requested of other peers, and what it waits for.
 
-`backward()` on this node is one graph task; so is each run on behalf of another node. A pass is all the
-graph tasks, on all nodes, that one backward() sets off.
+`backward()` on this peer is one graph task; so is each backward that another peer requests. A pass is all the
+graph tasks, on all peers, that one backward() sets off.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gradwire.autograd.edges import edge_of
-from gradwire.autograd.groups import awaited_by
+from gradwire.autograd.gradients import Gradients
+from gradwire.autograd.graph import edge_of, wants_all_leaves
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.merging import Merges
+from gradwire.autograd.kept_state.gathering import Gatherings
+from gradwire.autograd.kept_state.remote_segments import arguments_behind
 from gradwire.autograd.propagating import Batch, Propagation, propagate
-from gradwire.autograd.records import Gradients, ReceivedTensors, SentArguments
+from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.runtime.context_vars import unstash
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
-    from gradwire.autograd.holding import HeldRun
+    from gradwire.autograd.kept_state.suspended import SuspendedBackward
     from gradwire.transport.base import Link
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "RUN_MARKER_GRADIENT",
     "BackwardRun",
     "GraphTaskState",
-    "collect",
     "current_run",
     "current_task",
     "find_task",
@@ -45,20 +45,20 @@ _RUN_KEY = "gradwire.run"
 
 @dataclass(slots=True)
 class BackwardRun:
-    """A backward that gradwire itself started: on behalf of another node, or for a context."""
+    """A backward that gradwire itself started: because another peer requested it, or for a context."""
 
     engine: DistEngine
     pass_id: AutogradMessageId
     requester: int | None
-    """The node that asked. Contributions to its messages go into the response."""
+    """The peer that requested it. Contributions to its messages go into the response."""
     collect_leaves: bool
     collect_into: ContextId | None
     create_graph: bool = False
     retain_graph: bool = True
-    """For a run on behalf of another node: the graph is kept until that node lets go of it."""
+    """If another peer requested it, the graph is kept until that peer lets go of it."""
     contributions: list[tuple[AutogradMessageId, Gradients]] = field(default_factory=list)
-    held: HeldRun | None = None
-    """Set if it is held open for gradients that are still to come."""
+    suspended: SuspendedBackward | None = None
+    """Set if it waits for gradients that are still to come."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Of the results that it starts from: each raises if parameters are no longer those of the forward."""
 
@@ -66,12 +66,12 @@ class BackwardRun:
         for check in self.checks:
             check()
 
-    def answers(self, received: ReceivedTensors) -> bool:
-        """Whether gradients for a message go into the response: the one who asked goes on from there."""
+    def responds_with(self, received: ReceivedTensors) -> bool:
+        """Whether gradients for a message go into the response: the requester goes on from there."""
         return received.are_arguments and received.source.peer == self.requester
 
     def contribute(self, received: ReceivedTensors, gradients: Gradients) -> None:
-        received.spend(gradients, for_good=not self.retain_graph)
+        received.mark_freed(gradients, for_good=not self.retain_graph)
         self.contributions.append((received.source, gradients))
 
 
@@ -94,7 +94,8 @@ RUN_MARKER_GRADIENT = _MARKED
 
 
 class running:
-    """Tells the nodes that run inside about a run: torch carries such objects to its engine's threads."""
+    """Tells the graph's nodes that run inside a block about a run: torch carries it to the engine's
+    threads."""
 
     __slots__ = ("_before", "_run")
 
@@ -131,86 +132,91 @@ class GraphTaskState:
     refers to it, so that its destructor may come late.
     """
 
-    def __init__(self, id: int, run: BackwardRun | None, all_leaves_wanted: Callable[[], bool]) -> None:
+    def __init__(self, id: int, run: BackwardRun | None) -> None:
         self.id = id
         self.run = run
-        self.collect_leaves = run.collect_leaves if run is not None else all_leaves_wanted()
+        self.collect_leaves = run.collect_leaves if run is not None else wants_all_leaves()
         self.create_graph = torch.is_grad_enabled()
         keeps: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
         self.retain_graph = run.retain_graph if run is not None else keeps()
         self._pass_id = run.pass_id if run is not None else None
         self._started_at: DistEngine | None = None
-        """The engine that started the pass with this very task."""
+        """The peer's engine that started the pass, if it started with this very graph task."""
         self.awaited: dict[AutogradMessageId, SentArguments] = {}
-        """Arguments for which responses may bring mail."""
+        """Arguments for which responses may bring gradients."""
         self.awaiting_end: set[Link] = set()
         """To peers where hooks wait for the end of the pass."""
         self._sent: list[Propagation] = []
-        self._merges = Merges()
+        self._gatherings = Gatherings()
         self._finished = False
 
     def pass_id(self, engine: DistEngine) -> AutogradMessageId:
         if self._pass_id is None:
-            self._pass_id = engine.start_pass()
+            self._pass_id = engine.passes.start()
             self._started_at = engine
         return self._pass_id
 
     def is_in_pass(self, pass_id: AutogradMessageId) -> bool:
         return self._pass_id == pass_id
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if failure is not None:
             self.abandon()
 
-    def dispatch(self, received: ReceivedTensors, gradients: Gradients) -> None:
-        """Sends gradients on their way, without waiting, or gathers them."""
-        received.spend(gradients, for_good=not self.retain_graph)
+    def propagate(self, received: ReceivedTensors, gradients: Gradients) -> None:
+        """Sends gradients to where tensors came from, without waiting; or gathers them first, for kept
+        state."""
+        received.mark_freed(gradients, for_good=not self.retain_graph)
         if received.group is None or not received.group.has_others or self.create_graph:
-            self.send(Batch([(received, gradients)], like=received))
+            self.send(Batch([(received, gradients)]))
         else:
-            self._merges.expecting(received, received.group).add(received, gradients, self)
+            self._gatherings.of(received, received.group).add(received, gradients, self)
 
-    def pass_by(self, received: ReceivedTensors) -> None:
+    def skip(self, received: ReceivedTensors) -> None:
         """The recv node of a message ran without a gradient."""
         if received.group is not None and received.group.has_others:
-            self._merges.expecting(received, received.group).pass_by(received, self)
+            self._gatherings.of(received, received.group).add(received, None, self)
 
     def send(self, batch: Batch) -> Propagation:
-        """Sends gradients on their way, without waiting."""
+        """Sends gradients in one request, without waiting."""
         sent: list[Propagation] = []
 
         def expect(propagation: Propagation) -> None:
             sent.append(propagation)
             self._sent.append(propagation)
-            later = batch.held.to_come if batch.held is not None else ()
-            going_on = [*(received for received, _ in batch.items), *batch.not_awaited]
-            for arguments in awaited_by(going_on, later):
+            later = batch.suspension.to_come if batch.suspension is not None else ()
+            going_on = [*(received for received, _ in batch.items), *batch.passed]
+            for arguments in arguments_behind(going_on, later):
                 self.awaited[arguments.id] = arguments
                 arguments.await_response(self.id, propagation)
 
-        propagate(batch.like.engine, batch, self, expect)
+        propagate(batch, self, expect)
         return sent[0]
 
     def before_collecting(self, sent: SentArguments) -> None:
-        """A send node is about to wait for its mail: what was gathered for that mail has to go first."""
+        """A send node is about to wait for contributions: gradients that were gathered for those have to go
+        first."""
+        if not self._gatherings:
+            return
         if sent.group is not None:
-            for merge in self._merges.of(sent.group):
-                merge.flush(self, may_wait=True)
-        if self._merges and not all(propagation.is_settled for propagation in sent.awaited_in(self.id)):
+            for gathering in self._gatherings:
+                if gathering.group.whole is sent.group.whole:
+                    gathering.flush(self, may_wait=True)
+        if not all(propagation.is_settled for propagation in sent.awaited_in(self.id)):
             self._flush()  # so that others work meanwhile
 
     def _flush(self) -> None:
-        for merge in self._merges:
-            merge.flush(self, may_wait=False)
+        for gathering in self._gatherings:
+            gathering.flush(self, may_wait=False)
 
     def settle(self) -> None:
         """Waits until all is done that follows from what ran so far."""
         self._flush()
-        for merge in self._merges:
-            merge.flush(self, may_wait=True)
+        for gathering in self._gatherings:
+            gathering.flush(self, may_wait=True)
         for propagation in self._sent:
             propagation.wait()
         self._sent.clear()
@@ -229,38 +235,37 @@ class GraphTaskState:
         self._forget()
 
     def _wait_for_all(self) -> None:
-        if self._merges:
-            self._flush()
-            for merge in self._merges:
-                merge.finish(self)
+        self._flush()
+        for gathering in self._gatherings:
+            gathering.finish(self)
         for propagation in self._sent:
             propagation.wait()
 
     def _run_hooks(self, pass_id: AutogradMessageId) -> None:
         """Runs the hooks that wait for the end of the pass, if it ends with this task."""
         if self._started_at is not None:
-            self._started_at.hooks.add_links(pass_id, self.awaiting_end)
+            self._started_at.passes.hooks.add_links(pass_id, self.awaiting_end)
             run_waiting_hooks(self._started_at, pass_id)
         elif self.run is not None:
-            self.run.engine.hooks.add_links(pass_id, self.awaiting_end)
+            self.run.engine.passes.hooks.add_links(pass_id, self.awaiting_end)
 
     def abandon(self) -> None:
         """The graph task failed: nobody wants the responses."""
         self._finished = True
         for propagation in self._sent:
             propagation.cancel()
-        for merge in self._merges:
-            merge.abandon()
+        for gathering in self._gatherings:
+            gathering.abandon()
         self._forget()
 
     def _forget(self) -> None:
         if self._started_at is not None and self._pass_id is not None:
-            self._started_at.end_pass(self._pass_id)
+            self._started_at.passes.end(self._pass_id)
         for sent in self.awaited.values():
             sent.forget(self.id)
         self.awaited.clear()
         self._sent.clear()
-        self._merges.clear()
+        self._gatherings.clear()
 
     def __del__(self) -> None:
         # The engine drops the callbacks of a graph task in which a node raised.
@@ -272,8 +277,8 @@ _tasks: weakref.WeakValueDictionary[int, GraphTaskState] = weakref.WeakValueDict
 _tasks_lock = threading.Lock()
 
 
-def current_task(all_leaves_wanted: Callable[[], bool]) -> GraphTaskState:
-    """The graph task that runs now, for a recv node in it."""
+def current_task() -> GraphTaskState:
+    """The state of the graph task that runs now, for a recv node in it."""
     id = torch._C._current_graph_task_id()
     task = _tasks.get(id)
     if task is None:
@@ -281,21 +286,10 @@ def current_task(all_leaves_wanted: Callable[[], bool]) -> GraphTaskState:
         with _tasks_lock:
             task = _tasks.get(id)
             if task is None:
-                task = _tasks[id] = GraphTaskState(id, current_run(), all_leaves_wanted)
+                task = _tasks[id] = GraphTaskState(id, current_run())
                 torch.autograd.Variable._execution_engine.queue_callback(task.finish)
     return task
 
 
 def find_task(id: int) -> GraphTaskState | None:
     return _tasks.get(id)
-
-
-def collect(sent: SentArguments) -> Gradients:
-    """Waits for the mail of a send node in the graph task that runs now, and takes it."""
-    id = torch._C._current_graph_task_id()
-    task = find_task(id)
-    if task is None:
-        return sent.collect(id)
-    with task:
-        task.before_collecting(sent)
-        return sent.collect(id)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.autograd.borrowing import borrowed_grad
+from gradwire.autograd.borrowed_grad import borrowed_grad
 from gradwire.autograd.propagating import Propagation, tell_pass_ended
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
@@ -78,7 +78,7 @@ class WaitingHooks:
 
 def run_waiting_hooks(engine: DistEngine, pass_id: AutogradMessageId) -> None:
     """A pass is over everywhere: runs the hooks that waited for it, here and further on."""
-    waiting = engine.hooks.take(pass_id)
+    waiting = engine.passes.hooks.take(pass_id)
     if waiting is None:
         return
     told: list[Propagation] = []

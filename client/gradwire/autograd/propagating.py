@@ -1,20 +1,19 @@
-"""Sending gradients to the nodes that the tensors came from, and taking in what comes back."""
+"""Sending gradients to the peers that tensors came from, and taking in the contributions that come back."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gradwire import wire
 from gradwire.autograd.feedback import GradientCodecs
+from gradwire.autograd.gradients import Gradients, decode_gradients, encode_gradients, gradient_limits
 from gradwire.autograd.modes import anomaly_is_wanted
-from gradwire.autograd.records import Gradients, ReceivedTensors, SentArguments, SentResults
+from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.runtime.scope import cancel_with_caller, time_left, waiting
@@ -24,48 +23,38 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
     from gradwire.autograd.graph_tasks import GraphTaskState
+    from gradwire.autograd.kept_state.remote_segments import RemoteSuspension
 
-__all__ = [
-    "Batch",
-    "HeldElsewhere",
-    "Propagation",
-    "decode_gradients",
-    "encode_gradients",
-    "gradient_limits",
-    "propagate",
-    "tell_pass_ended",
-]
+__all__ = ["Batch", "Item", "Propagation", "propagate", "tell_pass_ended"]
 
-
-@dataclass(slots=True)
-class HeldElsewhere:
-    """A run on another node that is held open for gradients which are still to come."""
-
-    id: AutogradMessageId
-    like: ReceivedTensors
-    """One of the results that it started with: where it runs."""
-    to_come: set[ReceivedTensors]
-    is_open: bool = True
+Item = tuple[ReceivedTensors, Gradients]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Gradients for results of one node, to be backpropagated in one run."""
+    """Gradients for tensors of one peer, to be backpropagated in one run. In the plain case: one item."""
 
-    items: Sequence[tuple[ReceivedTensors, Gradients]]
-    like: ReceivedTensors
-    """One of the results, or one like them: where they came from, and in which context."""
-    held: HeldElsewhere | None = None
-    """The run that they are part of, if it is held open."""
+    items: Sequence[Item]
+    suspension: RemoteSuspension | None = None
+    """Kept state: the suspended backward that they are part of."""
     announced: Sequence[ReceivedTensors] = ()
-    """What will come later in that run, if it starts with these."""
-    not_awaited: Sequence[ReceivedTensors] = ()
-    """Results that the run waited for and, from these on, waits for no longer: what earlier gradients have in
-    common with them goes on now."""
+    """Kept state: the results whose gradients will come later, if the suspended backward starts with this
+    batch."""
+    passed: Sequence[ReceivedTensors] = ()
+    """Kept state: results that the suspended backward waits for no longer. What earlier gradients have in
+    common with those results goes on now."""
+
+    @property
+    def representative(self) -> ReceivedTensors:
+        """Tensors that say where all of them came from, and in which context."""
+        if self.items:
+            return self.items[0][0]
+        assert self.suspension is not None
+        return self.suspension.representative
 
 
 class Propagation:
-    """Gradients on their way to the node that sent the tensors, and what comes back."""
+    """Gradients on their way to the peer that sent the tensors, and the contributions that come back."""
 
     def __init__(
         self,
@@ -83,16 +72,17 @@ class Propagation:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is an answer, so that waiting takes no time."""
+        """Whether there is a response, so that waiting takes no time."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Returns when everything that it set off is done and its contributions are in the mailboxes."""
+        """Returns when everything that the gradients set off is done, and the contributions are with the sent
+        arguments."""
         if self._is_delivered:
             return
         failure = self._wait_for_failure()
         if failure is not None:
-            # A copy. The traceback of the one that the future keeps would lead back to the future, and
+            # A copy. The traceback of the error that the future keeps would lead back to the future, and
             # such a cycle keeps the activations of all frames on the way until the collector comes.
             raise _with_note(failure, f"while propagating gradients to {self.what}")
         with self._lock:
@@ -115,13 +105,14 @@ class Propagation:
         return self._future.exception()
 
     def cancel(self) -> None:
-        if self._future.cancel():
+        future = self._future
+        if future.cancel():
             return
         with self._lock:
             deliver, self._deliver = self._deliver, None
-        if deliver is not None and self._future.exception() is None and self._future.on_discarded is not None:
-            # The answer came, but nobody will look into it.
-            self._future.on_discarded(self._future.result())
+        if deliver is not None and future.exception() is None and future.on_discarded is not None:
+            # The response came, but nobody will look into it.
+            future.on_discarded(future.result())
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:
@@ -132,47 +123,28 @@ def _with_note(error: BaseException, note: str) -> BaseException:
     return error
 
 
-def propagate(
-    engine: DistEngine, batch: Batch, task: GraphTaskState, expect: Callable[[Propagation], None]
-) -> None:
+def propagate(batch: Batch, task: GraphTaskState, expect: Callable[[Propagation], None]) -> None:
     """Sends gradients to where the tensors came from.
 
-    `expect` is told before they leave: mail from a third node may be back before this returns.
+    `expect` is told before they leave: contributions from a third peer may be back before this returns.
     """
-    link = engine.link_to(batch.like)
-    run = task.run
-    releases = engine.releases_to(link)
-    request = autograd_pb2.PropagateGradientsRequest(
-        retain_graph=task.retain_graph or not all(received.is_spent for received, _ in batch.items),
-        create_graph=task.create_graph,
-        skip_leaves=not task.collect_leaves,
-        detect_anomaly=anomaly_is_wanted(),
-    )
-    batch.like.context.write(request.context)
-    task.pass_id(engine).write(getattr(request, "pass"))
-    if run is not None and run.collect_into is not None:
-        run.collect_into.write(request.collect_into)
-    if batch.held is not None:
-        batch.held.id.write(request.held_run)
-        request.to_come.extend(message_protos(received.source for received in batch.announced))
-    if batch.like.compression is not None:
-        request.compression.CopyFrom(batch.like.compression)
+    to = batch.representative
+    engine = to.engine
+    link = engine.link_to(to)
+    releases = engine.releases.to(link)
     encoder = wire.Encoder(inline_bytes=link.inline_bytes)
-    for index, (received, gradients) in enumerate(batch.items):
-        message = request.also.add() if index else request.gradients
-        codecs = None
-        if received.compression is not None and received.compression.backward in link.peer_codecs:
-            codecs = GradientCodecs(
-                engine.feedback, link.peer.id, received.compression, create_graph=task.create_graph
-            )
-        encode_gradients(message, received.source, gradients, encoder, codecs)
+    request = _request_of(batch, task, link, encoder)
     sent = None
     if task.create_graph:
-        batch.like.context.write(request.autograd.context)
-        sent = engine.send(request.autograd, encoder.tensors, batch.like.context, link)
+        # Propagating is then itself a call that is recorded. (The heart imports this module, so it comes
+        # late.)
+        from gradwire.autograd.send_recv import send
+
+        to.context.write(request.autograd.context)
+        sent = send(engine, request.autograd, encoder.tensors, to.context, link)
     future = ResponseFuture()
     future.on_discarded = releases.on_discarded(autograd_pb2.PropagateGradientsResponse)
-    # The flag tells the other end to let go after this, if it comes to that.
+    # The flag tells the other peer to let go of the results after this, if it comes to that.
     lets_go = [] if request.retain_graph else [item for item, _ in batch.items if not item.are_arguments]
     # Last, so that nothing which was taken can get lost before the undoing is arranged.
     released = releases.take()
@@ -180,18 +152,13 @@ def propagate(
         request.released.extend(message_protos(released))
     undone = [*released, *(received.source for received in lets_go)]
     if undone or sent is not None:
-        engine.undo_if_failed(future, link, sent, undone)
-    what = f"{batch.like.what} on {link.peer}"
+        engine.releases.undo_if_failed(future, link, None if sent is None else sent.id, undone)
+    what = f"{to.what} on {link.peer}"
+    # Not the task itself: its destructor, which ends it when the engine drops it, must not wait for a
+    # response.
+    awaited, awaiting_end = task.awaited, task.awaiting_end
     deliver = partial(
-        _deliver,
-        engine,
-        task.id,
-        task.awaited,
-        task.awaiting_end,
-        batch.held,
-        link,
-        what,
-        batch.like.compression,
+        _deliver, engine, task.id, awaited, awaiting_end, batch.suspension, link, what, to.compression
     )
     try:
         table, attachments = encoder.finish()
@@ -214,48 +181,83 @@ def propagate(
         received.released()
 
 
+def _request_of(
+    batch: Batch, task: GraphTaskState, link: Link, encoder: wire.Encoder
+) -> autograd_pb2.PropagateGradientsRequest:
+    to, run = batch.representative, task.run
+    request = autograd_pb2.PropagateGradientsRequest(
+        retain_graph=task.retain_graph or not all(received.is_freed for received, _ in batch.items),
+        create_graph=task.create_graph,
+        skip_leaves=not task.collect_leaves,
+        detect_anomaly=anomaly_is_wanted(),
+    )
+    to.context.write(request.context)
+    task.pass_id(to.engine).write(getattr(request, "pass"))
+    if run is not None and run.collect_into is not None:
+        run.collect_into.write(request.collect_into)
+    if batch.suspension is not None:
+        batch.suspension.id.write(request.suspended_backward)
+        request.to_come.extend(message_protos(received.source for received in batch.announced))
+    if to.compression is not None:
+        request.compression.CopyFrom(to.compression)
+    for index, (received, gradients) in enumerate(batch.items):
+        message = request.also.add() if index else request.gradients
+        codecs = None
+        if received.compression is not None and received.compression.backward in link.peer_codecs:
+            codecs = GradientCodecs(
+                to.engine.feedback, link.peer.id, received.compression, create_graph=task.create_graph
+            )
+        encode_gradients(message, received.source, gradients, encoder, codecs)
+    return request
+
+
 def _deliver(
     engine: DistEngine,
     task: int,
     awaited: dict[AutogradMessageId, SentArguments],
     awaiting_end: set[Link],
-    held: HeldElsewhere | None,
+    suspension: RemoteSuspension | None,
     link: Link,
     what: str,
     compression: autograd_pb2.Compression | None,
-    message: Payload,
+    payload: Payload,
 ) -> None:
-    """Puts the contributions of a response into the mailboxes."""
-    response = wire.parse(autograd_pb2.PropagateGradientsResponse, message.body)
-    expected = (awaited.get(id) or engine.container.arguments(id) for id in _ids_of(response.contributions))
-    limits = gradient_limits(link.limits, [sent for sent in expected if sent is not None])
-    decoder = wire.Decoder(response.tensors, message.attachments, limits=limits)
+    """Puts the contributions of a response to the arguments that they are for."""
+    response = wire.parse(autograd_pb2.PropagateGradientsResponse, payload.body)
+    ids = [AutogradMessageId.parse(contribution.message) for contribution in response.contributions]
+    expected = (awaited.get(id) or engine.container.arguments(id) for id in ids)
+    metadata = [tensor for sent in expected if sent is not None for tensor in sent.metadata]
+    limits = gradient_limits(link.limits, metadata)
+    decoder = wire.Decoder(response.tensors, payload.attachments, limits=limits)
     if decoder.saved:
         link.count_saved(decoder.saved)
     try:
-        if held is not None:
-            held.is_open = response.is_held
+        if suspension is not None:
+            suspension.is_open = response.is_suspended
         if response.awaits_end:
             awaiting_end.add(link)
         if response.HasField("autograd"):
+            from gradwire.autograd.send_recv import receive
+
             what = f"the backward of {what}"
-            engine.receive(response.autograd, decoder, link, what, compression, are_arguments=False)
-        for contribution in response.contributions:
-            id = AutogradMessageId.parse(contribution.message)
-            # First of all those that were awaited: another response may have overtaken this one,
-            # and released them from the container.
+            receive(engine, response.autograd, decoder, link, what, compression, are_arguments=False)
+        for id, contribution in zip(ids, response.contributions, strict=True):
+            # First of all those that were awaited: another response may have overtaken this one, and released
+            # them from the container.
             sent = awaited.get(id)
-            if sent is None and held is not None and (sent := engine.container.arguments(id)) is not None:
-                # The other end would not hold the run open, so this is mail for which it is early.
-                awaited[id] = sent
-                sent.await_response(task)
+            if sent is None and suspension is not None:
+                sent = engine.container.arguments(id)
+                if sent is not None:
+                    # The worker did not suspend its backward, so these contributions come early.
+                    awaited[id] = sent
+                    sent.await_response(task)
             if sent is None:
                 raise NotFound(
-                    f"{link.peer} sent gradients for arguments that this node no longer keeps: they were "
+                    f"{link.peer} sent gradients for arguments that this peer no longer keeps: they were "
                     "sent in a context that has ended, or in a call that failed; detach what is kept on "
                     "a worker between contexts"
                 )
-            if not sent.put(task, decode_gradients(contribution, decoder, sent.like)):
+            if not sent.put(task, decode_gradients(contribution, decoder, sent.metadata)):
                 raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
     finally:
         if response.released:
@@ -263,7 +265,7 @@ def _deliver(
 
 
 def tell_pass_ended(context: ContextId, pass_id: AutogradMessageId, link: Link) -> Propagation:
-    """Tells a peer that a pass is over everywhere. The peer answers when its waiting hooks have run."""
+    """Tells a peer that a pass is over everywhere. The peer responds when its waiting hooks have run."""
     request = autograd_pb2.PropagateGradientsRequest(pass_ended=True)
     context.write(request.context)
     pass_id.write(getattr(request, "pass"))
@@ -277,57 +279,3 @@ def tell_pass_ended(context: ContextId, pass_id: AutogradMessageId, link: Link) 
         future=future,
     )
     return propagation
-
-
-def encode_gradients(
-    message: autograd_pb2.Gradients,
-    id: AutogradMessageId,
-    gradients: Gradients,
-    encoder: wire.Encoder,
-    codecs: GradientCodecs | None = None,
-    position: int = 0,
-) -> None:
-    id.write(message.message)
-    for slot, gradient in enumerate(gradients):
-        if gradient is not None:
-            message.slots.append(slot)
-            codec = None if codecs is None else codecs.find(gradient, slot, position)
-            message.tensors.append(encoder.tensor(gradient, f"gradient {slot}", codec))
-
-
-def _ids_of(messages: Iterable[autograd_pb2.Gradients]) -> list[AutogradMessageId]:
-    return [AutogradMessageId.parse(message.message) for message in messages]
-
-
-def gradient_limits(limits: wire.Limits, all_sent: Sequence[SentArguments | SentResults]) -> wire.Limits:
-    """The limits on gradients for tensors that this node sent.
-
-    They have the shapes of those tensors and are often expanded, as that of a sum is. What was not too much
-    to be sent is not too much for its gradient.
-    """
-    largest = max((shape.numel() for sent in all_sent for shape, _, _ in sent.like), default=0)
-    return replace(limits, max_tensor_elements=max(limits.max_tensor_elements, largest))
-
-
-def decode_gradients(
-    message: autograd_pb2.Gradients,
-    decoder: wire.Decoder,
-    like: Sequence[tuple[torch.Size, torch.device, bool]],
-) -> list[torch.Tensor | None]:
-    """The gradients for the tensors of a message, on the devices of those tensors."""
-    gradients: list[torch.Tensor | None] = [None] * len(like)
-    if len(message.slots) != len(message.tensors):
-        raise MalformedMessage(f"{len(message.slots)} slots but {len(message.tensors)} gradients")
-    for slot, index in zip(message.slots, message.tensors, strict=True):
-        if slot >= len(like) or index >= len(decoder.tensors):
-            raise MalformedMessage(f"slot {slot} with tensor {index} does not exist: there are {len(like)}")
-        gradient = decoder.tensors[index]
-        shape, device, is_complex = like[slot]
-        if gradient.shape != shape or gradient.is_complex() != is_complex:
-            kind = "complex" if is_complex else "real"
-            raise MalformedMessage(
-                f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} for a {kind} tensor of "
-                f"shape {tuple(shape)}"
-            )
-        gradients[slot] = gradient.to(device)
-    return gradients

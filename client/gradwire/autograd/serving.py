@@ -1,4 +1,4 @@
-"""Answering PropagateGradients and CleanupContext."""
+"""Serving PropagateGradients and CleanupContext."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from functools import partial
 import torch
 
 from gradwire import wire
+from gradwire.autograd.backward import backward_into_grad, backward_to_leaves
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.feedback import GradientCodecs
+from gradwire.autograd.gradients import (
+    Contributions,
+    Gradients,
+    add_gradients,
+    decode_gradients,
+    encode_gradients,
+    gradient_limits,
+)
+from gradwire.autograd.graph import Root
 from gradwire.autograd.graph_tasks import BackwardRun, find_task
-from gradwire.autograd.holding import HeldRun, SuspendedCall, chain_turns
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.local import Root, backward_into_grad, backward_to_leaves
+from gradwire.autograd.kept_state.suspended import SuspendedBackward, SuspendedCall, chain_barriers
+from gradwire.autograd.messages import receive_call, send_results
 from gradwire.autograd.modes import detecting_anomaly
-from gradwire.autograd.propagating import decode_gradients, encode_gradients, gradient_limits
-from gradwire.autograd.records import Gradients, SentArguments, SentResults, add_gradients
+from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.runtime.scope import current_scope, entered
@@ -26,22 +35,21 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids
 
 __all__ = ["serve_cleanup", "serve_propagate"]
 
-_MOST_HELD = 1000
-"""Each run that is held open has a thread. Beyond this, gradients go through the graph one by one."""
+_MAX_SUSPENDED = 1000
+"""Each suspended backward has a thread. Beyond this number, gradients go through the graph one by one."""
 
 Sent = SentResults | SentArguments
-Contributions = Sequence[tuple[AutogradMessageId, Gradients]]
 
 
 def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
-    """Backpropagates through messages that this node sent, and answers when all is done."""
+    """Backpropagates through messages that this peer sent, and responds when all is done."""
     request = wire.parse(autograd_pb2.PropagateGradientsRequest, server_call.request.body)
     link = server_call.link
     if request.released:
         engine.container.release(message_ids(request.released))
     context = ContextId.parse(request.context)
     pass_id = AutogradMessageId.parse(getattr(request, "pass"))
-    if engine.is_over(pass_id):
+    if engine.passes.is_over(pass_id):
         raise NotFound(
             f"pass {pass_id} is over: its backward failed or was given up, so this no longer counts"
         )
@@ -51,7 +59,8 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
         return
     messages = [request.gradients, *request.also] if request.HasField("gradients") else []
     all_sent = [_find(engine, AutogradMessageId.parse(message.message)) for message in messages]
-    limits = gradient_limits(engine.limits if link is None else link.limits, all_sent)
+    metadata = [tensor for sent in all_sent for tensor in sent.metadata]
+    limits = gradient_limits(engine.limits if link is None else link.limits, metadata)
     decoder = wire.Decoder(request.tensors, server_call.request.attachments, limits=limits)
     compression = request.compression if request.HasField("compression") else None
     server_call.request = type(server_call.request)(b"")  # the gradients live in the decoder now
@@ -71,17 +80,18 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     with entered(scope), engine.container.in_use(context), detecting_anomaly(request.detect_anomaly):
         if request.create_graph:
             with torch.enable_grad():
-                engine.receive_call(request.autograd, decoder, link, f"the gradients for {what}", compression)
+                what_came = f"the gradients for {what}"
+                receive_call(engine, request.autograd, decoder, link, what_came, compression)
         items = [
-            (sent, decode_gradients(message, decoder, sent.like))
+            (sent, decode_gradients(message, decoder, sent.metadata))
             for sent, message in zip(all_sent, messages, strict=True)
         ]
         try:
-            contributions, response.is_held = _run(engine, run, context, items, request, server_call)
+            contributions, response.is_suspended = _run(engine, run, context, items, request, server_call)
         finally:
             if not request.retain_graph:
                 engine.container.release([sent.id for sent in all_sent if isinstance(sent, SentResults)])
-        response.awaits_end = engine.hooks.wait_for(pass_id)
+        response.awaits_end = engine.passes.hooks.wait_for(pass_id)
         _encode_contributions(contributions, run, response, encoder, compression)
         if request.create_graph:
             own = (
@@ -90,7 +100,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
                 else None
             )
             with torch.enable_grad():
-                autograd = engine.send_results(encoder.tensors, context, own, what)
+                autograd = send_results(engine, encoder.tensors, context, own, what)
             if autograd is not None:
                 response.autograd.CopyFrom(autograd)
     # The last references to the graph, so that what it held is released with this very response.
@@ -101,7 +111,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     del encoder, decoder, run
     if link is not None and saved:
         link.count_saved(saved)
-    engine.respond(server_call, response, attachments)
+    engine.releases.respond(server_call, response, attachments)
 
 
 def _find(engine: DistEngine, id: AutogradMessageId) -> Sent:
@@ -128,40 +138,40 @@ def _run(
     request: autograd_pb2.PropagateGradientsRequest,
     server_call: ServerCall,
 ) -> tuple[Contributions, bool]:
-    """Backpropagates. The contributions, and whether the run is held open for more gradients."""
+    """Backpropagates. The contributions, and whether the backward is suspended until more gradients come."""
     run.checks = [
         sent.check_fresh
         for sent, _ in items
         if isinstance(sent, SentResults) and sent.check_fresh is not None
     ]
-    if not request.HasField("held_run"):
+    if not request.HasField("suspended_backward"):
         _propagate(engine, run, context, items)
         return run.contributions, False
     results = [(sent, gradients) for sent, gradients in items if isinstance(sent, SentResults)]
-    id = AutogradMessageId.parse(request.held_run)
-    held = engine.held.get(id)
-    if held is None and not request.to_come:
-        raise NotFound(f"run {id} is not held open here, or no longer: its backward failed or was given up")
-    if held is None:
+    id = AutogradMessageId.parse(request.suspended_backward)
+    suspended = engine.suspended.get(id)
+    if suspended is None and not request.to_come:
+        raise NotFound(f"no backward {id} is suspended here, or no longer: it failed or was given up")
+    if suspended is None:
         to_come = [_find(engine, id) for id in message_ids(request.to_come)]
         all_results = [sent for sent in (*to_come, *dict(items)) if isinstance(sent, SentResults)]
-        root = chain_turns(all_results) if len(engine.held) < _MOST_HELD else None
+        root = chain_barriers(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
         if root is None:
             _propagate(engine, run, context, items)
             return run.contributions, False
-        held = run.held = HeldRun(id, engine, run, SuspendedCall(server_call))
-        held.start(partial(_hold_open, engine, run, context, root, request.detect_anomaly))
-    return held.add(results, server_call)
+        suspended = run.suspended = SuspendedBackward(id, engine, run, SuspendedCall(server_call))
+        suspended.start(partial(_run_suspended, engine, run, context, root, request.detect_anomaly))
+    return suspended.add(results, server_call)
 
 
-def _hold_open(
+def _run_suspended(
     engine: DistEngine, run: BackwardRun, context: ContextId, root: torch.Tensor, detect_anomaly: bool
 ) -> None:
-    """What a run does that is held open, on its own thread."""
-    assert run.held is not None
+    """What a suspended backward runs, on its own thread."""
+    assert run.suspended is not None
     with (
         engine.container.in_use(context),
-        entered(replace(current_scope(), server_call=run.held.server_call)),
+        entered(replace(current_scope(), server_call=run.suspended.server_call)),
         detecting_anomaly(detect_anomaly),
     ):
         _backward(engine, run, context, [root], [torch.zeros(())])
@@ -170,7 +180,7 @@ def _hold_open(
 def _propagate(
     engine: DistEngine, run: BackwardRun, context: ContextId, items: Sequence[tuple[Sent, Gradients]]
 ) -> None:
-    """Backpropagates from tensors that this node sent."""
+    """Backpropagates from tensors that this peer sent."""
     wanted = [
         (edge, gradient)
         for sent, gradients in items
@@ -190,19 +200,20 @@ def _backward(
     gradients: Sequence[torch.Tensor],
 ) -> None:
     into = run.collect_into or context
-    is_plain = run.collect_into is None and run.pass_id.peer == engine.node
+    is_plain = run.collect_into is None and run.pass_id.peer == engine.peer
     if run.collect_leaves and (is_plain or into == engine.ambient):
         # Part of a plain backward() here that comes back from elsewhere, or what would be one if it had
         # started here.
         backward_into_grad(roots, gradients, run)
     else:
-        backward_to_leaves(roots, gradients, run, partial(engine.collect, run, into))
+        backward_to_leaves(roots, gradients, run, partial(engine.accumulate, run, into))
 
 
 def _is_awaited(sent: SentArguments | None, gradients: Gradients, run: BackwardRun) -> bool:
-    """Gradients for arguments that this node sent, from a node that it did not ask, or for its own results.
+    """Whether gradients are for arguments that a graph task of the same pass here collects.
 
-    If a backward of the same pass waits for them here, they are its mail. Else they start a run of their own.
+    They come from a peer that this peer sent no request to, or are for its own results. If no graph task
+    awaits them, they start a backward of their own.
     """
     if sent is None:
         return False
@@ -234,19 +245,19 @@ def _encode_contributions(
 
 
 def serve_cleanup(engine: DistEngine, server_call: ServerCall) -> None:
-    """Lets go. Quick, so it is answered where it is read, before anything that was asked later."""
+    """Lets go. It is quick, so it is served where it is read, before any later request."""
     request = wire.parse(autograd_pb2.CleanupContextRequest, server_call.request.body)
     context = ContextId.parse(request.context)
-    if request.held_runs:
-        runs = [engine.held.get(id) for id in message_ids(request.held_runs)]
-        for held in runs:
-            if held is not None:
-                held.give_up()
-        found = any(runs)
+    if request.suspended_backwards:
+        given_up = [engine.suspended.get(id) for id in message_ids(request.suspended_backwards)]
+        for suspended in given_up:
+            if suspended is not None:
+                suspended.give_up()
+        found = any(given_up)
     elif request.messages:
         found = engine.container.release(message_ids(request.messages))
     elif request.owner_is_gone and server_call.link is not None:
-        found = engine.end_context_unless_linked(context, server_call.link.peer.id)
+        found = engine.leases.end_unless_linked(context, server_call.link.peer.id)
     else:
-        found = engine.end_context(context)
+        found = engine.leases.end(context)
     server_call.respond(autograd_pb2.CleanupContextResponse(found=found).SerializeToString())

@@ -13,7 +13,7 @@ import torch
 
 from gradwire import wire
 from gradwire.api.workers import handle_for
-from gradwire.autograd import AutogradMessageId, ContextId, applied_modes
+from gradwire.autograd import AutogradMessageId, ContextId, applied_modes, receive_call, send_results
 from gradwire.errors import InvalidDeviceMap, MalformedMessage, StaleParameters
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, value_pb2
@@ -95,7 +95,8 @@ class CallRunner:
         # Last: what is recorded is released by whoever gets the response.
         if context is not None:
             own = request.autograd.message if request.autograd.HasField("message") else None
-            autograd = self._peer.engine.send_results(
+            autograd = send_results(
+                self._peer.engine,
                 encoder.tensors,
                 context,
                 None if own is None else AutogradMessageId.parse(own),
@@ -144,7 +145,8 @@ class CallRunner:
         if link is not None and decoder.saved:
             link.count_saved(decoder.saved)
         _put_on_devices(decoder, request.devices)
-        self._peer.engine.receive_call(
+        receive_call(
+            self._peer.engine,
             request.autograd,
             decoder,
             link,

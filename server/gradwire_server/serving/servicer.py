@@ -103,7 +103,7 @@ class Servicer:
         try:
             with entered(scope), applied_modes(request.modes), engine.container.in_use(context):
                 response, attachments = self._runner.run(request, server_call, context, handles)
-            is_sent = engine.respond(server_call, response, attachments)
+            is_sent = engine.releases.respond(server_call, response, attachments)
         finally:
             if handles and not is_sent:
                 self._runner.release(handles)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire import wire
-from gradwire.autograd import AutogradMessageId, ContextId, DistEngine, graph_tasks
+from gradwire.autograd import AutogradMessageId, ContextId, DistEngine, graph_tasks, receive_call
 from gradwire.proto.v1 import autograd_pb2, tensor_pb2
 
 
@@ -30,11 +30,12 @@ def test_threads_of_one_graph_task_share_one_record(monkeypatch: pytest.MonkeyPa
         queue_callback = staticmethod(callbacks.append)
 
     monkeypatch.setattr(graph_tasks, "current_run", lambda: None)
+    monkeypatch.setattr(graph_tasks, "wants_all_leaves", all_leaves_wanted)
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 77)
     monkeypatch.setattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: graph_tasks.current_task(all_leaves_wanted), range(2))
+        one, other = pool.map(lambda _: graph_tasks.current_task(), range(2))
     assert one is other
     assert len(callbacks) == 1
     one.finish()
@@ -48,10 +49,10 @@ def test_what_is_left_of_a_backward_that_is_over_adds_nothing() -> None:
     call = autograd_pb2.AutogradMetadata(oldest_pass=4)
     context.write(call.context)
     late, current = (graph_tasks.BackwardRun(engine, id, 7, True, None) for id in (old, new))
-    engine.collect(late, context, leaf, torch.ones(2))
+    engine.accumulate(late, context, leaf, torch.ones(2))
     engine.container.get(context).clear_gradients()
-    engine.receive_call(call, wire.Decoder(tensor_pb2.TensorTable(), []), None, "a call")
-    engine.collect(late, context, leaf, torch.ones(2))
+    receive_call(engine, call, wire.Decoder(tensor_pb2.TensorTable(), []), None, "a call")
+    engine.accumulate(late, context, leaf, torch.ones(2))
     assert engine.container.get(context).gradients() == {}
-    engine.collect(current, context, leaf, torch.ones(2))
+    engine.accumulate(current, context, leaf, torch.ones(2))
     assert torch.equal(engine.container.get(context).gradients()[leaf], torch.ones(2))

@@ -140,7 +140,7 @@ class Gradients(_message.Message):
     def __init__(self, message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PropagateGradientsRequest(_message.Message):
-    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "also", "held_run", "to_come", "compression", "pass_ended")
+    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "also", "suspended_backward", "to_come", "compression", "pass_ended")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -153,7 +153,7 @@ class PropagateGradientsRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     DETECT_ANOMALY_FIELD_NUMBER: _ClassVar[int]
     ALSO_FIELD_NUMBER: _ClassVar[int]
-    HELD_RUN_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_BACKWARD_FIELD_NUMBER: _ClassVar[int]
     TO_COME_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     PASS_ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -168,39 +168,39 @@ class PropagateGradientsRequest(_message.Message):
     released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     detect_anomaly: bool
     also: _containers.RepeatedCompositeFieldContainer[Gradients]
-    held_run: AutogradMessageId
+    suspended_backward: AutogradMessageId
     to_come: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     compression: Compression
     pass_ended: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., held_run: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., pass_ended: bool = ..., **kwargs) -> None: ...
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., suspended_backward: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., pass_ended: bool = ..., **kwargs) -> None: ...
 
 class PropagateGradientsResponse(_message.Message):
-    __slots__ = ("contributions", "tensors", "autograd", "released", "is_held", "awaits_end")
+    __slots__ = ("contributions", "tensors", "autograd", "released", "is_suspended", "awaits_end")
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
-    IS_HELD_FIELD_NUMBER: _ClassVar[int]
+    IS_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     AWAITS_END_FIELD_NUMBER: _ClassVar[int]
     contributions: _containers.RepeatedCompositeFieldContainer[Gradients]
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
     released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
-    is_held: bool
+    is_suspended: bool
     awaits_end: bool
-    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., is_held: bool = ..., awaits_end: bool = ...) -> None: ...
+    def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., is_suspended: bool = ..., awaits_end: bool = ...) -> None: ...
 
 class CleanupContextRequest(_message.Message):
-    __slots__ = ("context", "messages", "owner_is_gone", "held_runs")
+    __slots__ = ("context", "messages", "owner_is_gone", "suspended_backwards")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     OWNER_IS_GONE_FIELD_NUMBER: _ClassVar[int]
-    HELD_RUNS_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_BACKWARDS_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     messages: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     owner_is_gone: bool
-    held_runs: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., owner_is_gone: bool = ..., held_runs: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ...) -> None: ...
+    suspended_backwards: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., owner_is_gone: bool = ..., suspended_backwards: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ...) -> None: ...
 
 class CleanupContextResponse(_message.Message):
     __slots__ = ("found",)

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from gradwire.autograd.edges import edge_of
+from gradwire.autograd.gradients import elements_of
+from gradwire.autograd.graph import ANCHOR, Root, is_leaf_node, leaf_of, nodes_from
 from gradwire.autograd.graph_tasks import RUN_MARKER, RUN_MARKER_GRADIENT, BackwardRun, running
-from gradwire.autograd.nodes import ANCHOR, is_leaf_node
-from gradwire.autograd.records import elements_of
 
-__all__ = ["Root", "backward_into_grad", "backward_to_leaves", "nodes_from"]
-
-
-Root = torch.Tensor | GradientEdge
-
-
-def nodes_from(roots: Sequence[Root]) -> Iterator[Node]:
-    """Every node that is reached, once."""
-    starts = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
-    seen = set(starts)
-    stack = list(seen)
-    while stack:
-        node = stack.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
+__all__ = ["backward_into_grad", "backward_to_leaves"]
 
 
 def backward_to_leaves(
@@ -46,7 +28,7 @@ def backward_to_leaves(
     """
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
     # Where no leaf's gradient is asked for, it is not computed, and no hook of a leaf runs.
-    wanted = leaves if run.collect_leaves else [node for node in leaves if _variable(node) is ANCHOR]
+    wanted = leaves if run.collect_leaves else [node for node in leaves if leaf_of(node) is ANCHOR]
     edges = [*(GradientEdge(node, 0) for node in wanted), RUN_MARKER]
     marked = *roots, RUN_MARKER
     with_marker = *gradients, RUN_MARKER_GRADIENT
@@ -83,14 +65,9 @@ def backward_to_leaves(
         return
     shared = {_memory(gradient) for gradient in gradients if gradient is not None}
     for node, gradient in zip(wanted, found[:-1], strict=True):
-        leaf = _variable(node)
+        leaf = leaf_of(node)
         if gradient is not None and leaf is not ANCHOR:
             collect(leaf, _unshared(gradient.detach(), shared))
-
-
-def _variable(leaf_node: Node) -> torch.Tensor:
-    variable: torch.Tensor = leaf_node.variable  # type: ignore[attr-defined]
-    return variable
 
 
 def backward_into_grad(

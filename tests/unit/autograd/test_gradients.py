@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire import wire
-from gradwire.autograd.propagating import decode_gradients
+from gradwire.autograd.gradients import decode_gradients
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
 

@@ -22,8 +22,8 @@ from tests.autograd.test_round_trips import BACKWARD, asked
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire.autograd import DistEngine, holding
-from gradwire.autograd.nodes import received_of
+from gradwire.autograd.kept_state import suspended
+from gradwire.autograd.kept_state.remote_segments import RemoteSuspension
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.runtime.scope import current_scope, entered
 
@@ -198,7 +198,7 @@ def test_workers_that_hold_no_run_open_are_exact_too(
         asked_to.append(root)
         return False
 
-    monkeypatch.setattr(holding, "_runs_on_one_thread", refuse)
+    monkeypatch.setattr(suspended, "_runs_on_one_thread", refuse)
     trio, _ = local_trio
     if compute is hooks_that_are_not_linear:
         pytest.skip("each gradient goes through the hook alone")
@@ -442,7 +442,7 @@ def test_results_that_have_nothing_in_common_are_not_kept_track_of(trio: Both, l
 
 
 def _received(result: torch.Tensor) -> ReceivedTensors:
-    received = received_of(result.grad_fn)
+    received = result.grad_fn.received
     assert received is not None
     return received
 
@@ -489,7 +489,7 @@ def loop(trio: Both, x: torch.Tensor, steps: int = 8) -> list[torch.Tensor]:
 
 def check_nothing_is_held(workers: dict[str, gws.Worker]) -> None:
     give_up_at = time.monotonic() + LET_GO_WITHIN
-    while any(worker._peer.engine.held for worker in workers.values()):
+    while any(worker._peer.engine.suspended for worker in workers.values()):
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
 
@@ -497,13 +497,13 @@ def check_nothing_is_held(workers: dict[str, gws.Worker]) -> None:
 def was_held(workers: dict[str, gws.Worker], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The runs that workers hold open, as they do so."""
     started: list[str] = []
-    start = holding.HeldRun.start
+    start = suspended.SuspendedBackward.start
 
-    def remember(self: holding.HeldRun, work: Callable[[], None]) -> None:
+    def remember(self: suspended.SuspendedBackward, work: Callable[[], None]) -> None:
         started.append(str(self.id))
         start(self, work)
 
-    monkeypatch.setattr(holding.HeldRun, "start", remember)
+    monkeypatch.setattr(suspended.SuspendedBackward, "start", remember)
     return started
 
 
@@ -519,24 +519,26 @@ def test_a_request_that_comes_when_a_run_is_about_to_wait(
     """It is not answered before what it brings has run."""
     trio, _ = local_trio
     about_to_wait: list[threading.Event] = []
-    start, has_come = holding.HeldRun.start, holding.HeldRun._has_come
+    start, has_come = suspended.SuspendedBackward.start, suspended.SuspendedBackward._has_come
 
-    def start_and_let_it_wait(self: holding.HeldRun, work: Callable[[], None]) -> None:
+    def start_and_let_it_wait(self: suspended.SuspendedBackward, work: Callable[[], None]) -> None:
         about_to_wait.append(threading.Event())
         start(self, work)
         assert about_to_wait[-1].wait(LET_GO_WITHIN)
 
-    def let_it_come_now(self: holding.HeldRun, id: Any) -> bool:
+    def let_it_come_now(self: suspended.SuspendedBackward, id: Any) -> bool:
         found = has_come(self, id)
         if not about_to_wait[-1].is_set():
             assert not found
             about_to_wait[-1].set()
-            with self._changed:
-                assert self._changed.wait_for(lambda: self._asked, LET_GO_WITHIN)
+            give_up_at = time.monotonic() + LET_GO_WITHIN
+            while self._inbox.empty():
+                assert time.monotonic() < give_up_at
+                time.sleep(0.001)
         return found
 
-    monkeypatch.setattr(holding.HeldRun, "start", start_and_let_it_wait)
-    monkeypatch.setattr(holding.HeldRun, "_has_come", let_it_come_now)
+    monkeypatch.setattr(suspended.SuspendedBackward, "start", start_and_let_it_wait)
+    monkeypatch.setattr(suspended.SuspendedBackward, "_has_come", let_it_come_now)
     trio.check(each_from_the_one_before, leaf())
     assert about_to_wait
 
@@ -549,7 +551,7 @@ def test_an_error_of_the_caller_in_the_middle(
     outs = loop(trio, leaf())
 
     def fail(gradient: torch.Tensor) -> None:
-        assert any(worker._peer.engine.held for worker in workers.values())
+        assert any(worker._peer.engine.suspended for worker in workers.values())
         raise KeyError("in the middle")
 
     outs[4].register_hook(fail)
@@ -621,7 +623,7 @@ def test_a_run_that_is_held_open_ends_with_its_backward_even_if_nobody_says_so(
 ) -> None:
     trio, workers = local_trio
     started = was_held(workers, monkeypatch)
-    monkeypatch.setattr(DistEngine, "give_up", lambda self, like, held_run: None)
+    monkeypatch.setattr(RemoteSuspension, "give_up", lambda self: None)
     outs = loop(trio, leaf())
 
     def fail(gradient: torch.Tensor) -> None:
@@ -631,7 +633,7 @@ def test_a_run_that_is_held_open_ends_with_its_backward_even_if_nobody_says_so(
     with pytest.raises(KeyError):
         torch.stack(outs).sum().backward()
     assert started
-    assert workers["a"]._peer.engine.held
+    assert workers["a"]._peer.engine.suspended
     trio.a.affine(leaf())  # the worker hears of it with the next call
     check_nothing_is_held(workers)
 
@@ -644,7 +646,7 @@ def test_gradients_for_a_run_that_was_given_up_are_refused(
     outs = loop(trio, leaf())
 
     def give_up(gradient: torch.Tensor) -> None:
-        for held in list(workers["a"]._peer.engine.held.values()):
+        for held in list(workers["a"]._peer.engine.suspended.values()):
             held.give_up("the test wants it so")
 
     outs[4].register_hook(give_up)
@@ -685,7 +687,7 @@ def test_a_chain_lets_go_of_everything(local_trio: tuple[Both, dict[str, gws.Wor
         trio.a.detach_kept()
     store, here = workers["a"]._peer.engine.container, gw.current_context()._peer.engine.container
     give_up_at = time.monotonic() + LET_GO_WITHIN
-    while store._results or here._arguments or here._reaches:
-        assert time.monotonic() < give_up_at, (store._results, here._arguments, here._reaches)
+    while store._results or here._arguments or here._segments:
+        assert time.monotonic() < give_up_at, (store._results, here._arguments, here._segments)
         time.sleep(0.01)
     check_nothing_is_held(workers)

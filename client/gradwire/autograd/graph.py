@@ -1,0 +1,120 @@
+"""PyTorch's graph: where a tensor is in it, what is reached from there, and the tokens that gradwire puts
+into it.
+
+A token is a scalar that carries no data. An edge to a node that gives a token means: depends on that node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+__all__ = [
+    "ANCHOR",
+    "TOKEN",
+    "Root",
+    "apply",
+    "edge_of",
+    "gives_token",
+    "is_leaf_node",
+    "is_token_node",
+    "leaf_of",
+    "nodes_from",
+    "wants_all_leaves",
+]
+
+Root = torch.Tensor | GradientEdge
+_Function = TypeVar("_Function", bound=torch.autograd.Function)
+
+# Not memory of torch's own allocator, which reads its settings when it is first asked for memory:
+# `tune_malloc` would come too late.
+ANCHOR = torch.frombuffer(bytearray(4), dtype=torch.float32)[0].requires_grad_()
+"""A private leaf below every recv node, so that the tensors which arrive can require grad even if none that
+was sent does. No gradient ever flows into it."""
+
+TOKEN = torch.frombuffer(bytearray(4), dtype=torch.float32)[0]
+"""The data of all tokens and of their gradients: nobody reads or writes it. On the CPU, so that a send node
+waits on the thread that called backward and never on a GPU's thread, which all passes share."""
+
+_ANCHOR_NODE = get_gradient_edge(ANCHOR).node  # kept: a leaf holds its node only weakly
+_LEAF_NODE = type(_ANCHOR_NODE)
+
+
+def wants_all_leaves() -> bool:
+    """Whether the graph task that runs now is a plain backward(), not torch.autograd.grad or
+    backward(inputs=...)."""
+    return torch._C._will_engine_execute_node(_ANCHOR_NODE)
+
+
+def is_leaf_node(node: object) -> bool:
+    """Whether a node is the end of the graph at a leaf tensor."""
+    return isinstance(node, _LEAF_NODE)
+
+
+def leaf_of(leaf_node: Node) -> torch.Tensor:
+    """The leaf tensor that a node accumulates into."""
+    variable: torch.Tensor = leaf_node.variable  # type: ignore[attr-defined]
+    return variable
+
+
+def is_token_node(node: object) -> bool:
+    """Whether a node gives a token: an edge to it is a dependency, not data."""
+    return type(node) in _token_nodes
+
+
+_token_nodes: set[type] = set()
+
+
+def gives_token(function: type[_Function]) -> type[_Function]:
+    """Decorates a function whose output is a token."""
+    _token_nodes.add(function._backward_cls)
+    return function
+
+
+def apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """What `function.apply` comes down to for tensors that torch.func has not wrapped. No others travel."""
+    native: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return native(*args)
+
+
+class _Owner(torch.autograd.Function):
+    """forward: tensor -> a token whose node keeps the tensor's node alive. It is never run."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """What `torch.autograd.graph.get_gradient_edge` gives, for sparse tensors, too.
+
+    That function makes a view to hold on to a node which Python defined, or to that of a leaf; sparse tensors
+    have no views.
+    """
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():
+        owner: Any = _Owner.apply(tensor)  # type: ignore[no-untyped-call]
+    ((node, output_nr),) = owner.grad_fn.next_functions
+    return GradientEdge(node, output_nr, owner)
+
+
+def nodes_from(roots: Sequence[Root]) -> Iterator[Node]:
+    """Every node that is reached from the roots, once."""
+    starts = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
+    seen = dict.fromkeys(starts)
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen[following] = None
+                stack.append(following)

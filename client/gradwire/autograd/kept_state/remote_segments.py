@@ -1,0 +1,184 @@
+"""What a caller knows of the graphs that its workers keep: what results depend on, and which have a graph in
+common."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
+from gradwire.autograd.records import ReceivedTensors, SentArguments
+from gradwire.errors import GradwireError
+from gradwire.proto.v1 import autograd_pb2, link_pb2
+from gradwire.wire.ids import AutogradMessageId, message_protos
+
+__all__ = [
+    "Group",
+    "RemoteSegment",
+    "RemoteSuspension",
+    "SegmentToken",
+    "arguments_behind",
+    "join",
+    "token_of",
+]
+
+_lock = threading.Lock()
+
+
+class Group:
+    """Results that have parts of a worker's graph in common: their gradients had better go together."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[ReceivedTensors] = weakref.WeakSet()
+        self._joined: Group | None = None
+
+    @property
+    def whole(self) -> Group:
+        """The group that this group has become part of."""
+        group = self
+        while group._joined is not None:
+            group = group._joined
+        return group
+
+    @property
+    def members(self) -> list[ReceivedTensors]:
+        with _lock:
+            return list(self.whole._members)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is more than one result in it."""
+        return len(self.whole._members) > 1
+
+    @staticmethod
+    def of(received: ReceivedTensors, groups: Sequence[Group]) -> Group:
+        """Joins groups to one, and adds results to it."""
+        with _lock:
+            wholes = {group.whole for group in groups} or {Group()}
+            largest = max(wholes, key=lambda group: len(group._members))
+            for small in wholes - {largest}:
+                largest._members |= small._members
+                small._members.clear()
+                small._joined = largest
+            largest._members.add(received)
+            return largest
+
+
+class RemoteSegment:
+    """The part of a worker's graph that results stand for, and what it depends on of what this peer sent.
+
+    Kept until the worker says that nothing there leads into that part any more.
+    """
+
+    def __init__(self, received: ReceivedTensors, group: Group) -> None:
+        self.source = received.source
+        self.peer = received.source.peer
+        self.context = received.context
+        self.group = group
+        self.builds_on: Sequence[RemoteSegment] = received.builds_on
+        self.token: torch.Tensor | None = None
+        # Weakly: the worker says of each message by itself when nothing there refers to it any more.
+        self._arguments = [weakref.ref(sent) for sent in received.depends_on]
+        self._received = weakref.ref(received)
+
+    @property
+    def received(self) -> ReceivedTensors | None:
+        """The results, if they are part of a graph here."""
+        return self._received()
+
+    @property
+    def arguments(self) -> list[SentArguments]:
+        """Arguments that this peer sent, without those of the segments that this segment builds on."""
+        return [sent for reference in self._arguments if (sent := reference()) is not None]
+
+
+@dataclass(slots=True)
+class RemoteSuspension:
+    """A backward on a worker that is suspended until more gradients come."""
+
+    id: AutogradMessageId
+    representative: ReceivedTensors
+    """One of the results that it started with: it says where the backward runs, and in which context."""
+    to_come: set[ReceivedTensors]
+    """The results whose gradients it waits for."""
+    is_open: bool = True
+    """Whether the worker has said that it waits."""
+
+    def give_up(self) -> None:
+        """Tells the worker that no more gradients come, and that nobody wants the rest."""
+        request = autograd_pb2.CleanupContextRequest(suspended_backwards=message_protos([self.id]))
+        try:
+            link = self.representative.engine.link_to(self.representative)
+            link.send_request(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=60.0)
+        except GradwireError:
+            pass  # the worker is gone, and the backward with it
+
+
+def join(received: ReceivedTensors, may_be_built_on: bool) -> None:
+    """Puts results into a group with those that they build on, or that depend on the same arguments.
+
+    Not across contexts or workers: their gradients go to different places, and at different times.
+    """
+    behind: list[SentArguments | RemoteSegment] = [*received.depends_on, *received.builds_on]
+    if any(b.peer != received.source.peer or b.context != received.context for b in behind):
+        return
+    group = received.group = Group.of(received, [b.group for b in behind if b.group is not None])
+    for sent in received.depends_on:
+        sent.group = group
+    if may_be_built_on:
+        received.engine.container.keep_segment(RemoteSegment(received, group))
+        if received.link is not None:
+            received.engine.releases.to(received.link).append_learned(received.source)
+
+
+@gives_token
+class SegmentToken(torch.autograd.Function):
+    """forward: tokens -> one token that stands for them all. backward: a gradient for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.tokens = len(tokens) - 1
+        ctx.set_materialize_grads(False)
+        return TOKEN.data
+
+    @staticmethod
+    def backward(ctx: Any, *token_gradient: Any) -> Any:
+        return *[token_gradient[0]] * ctx.tokens, None
+
+
+def token_of(segment: RemoteSegment) -> torch.Tensor:
+    """A token for all that a segment depends on: else each of many results would need one for every send
+    node."""
+    if segment.token is None:
+        tokens = [sent.token for sent in segment.arguments]
+        tokens += [token_of(below) for below in segment.builds_on]
+        with torch.enable_grad():
+            segment.token = apply(SegmentToken, *tokens, ANCHOR)
+    token: torch.Tensor = segment.token
+    return token
+
+
+def arguments_behind(
+    results: Iterable[ReceivedTensors], later: Container[ReceivedTensors | None] = ()
+) -> list[SentArguments]:
+    """The arguments that gradients for results may bring contributions to, save those that are only reached
+    through results whose gradients come `later`."""
+    arguments: dict[SentArguments, None] = {}
+    stack: list[RemoteSegment] = []
+    for received in results:
+        arguments.update(dict.fromkeys(received.depends_on))
+        stack.extend(received.builds_on)
+    seen = set(stack)
+    while stack:
+        segment = stack.pop()
+        if segment.received in later:
+            continue
+        arguments.update(dict.fromkeys(segment.arguments))
+        stack.extend(below for below in segment.builds_on if below not in seen)
+        seen.update(segment.builds_on)
+    return list(arguments)

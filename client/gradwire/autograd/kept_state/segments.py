@@ -1,0 +1,246 @@
+"""What the graph on this peer depends on, found without walking any of its nodes twice.
+
+A walk goes from tensors that are about to be sent back to where the graph is known already. The nodes that it
+finds first are a `GraphSegment`. Segments lead to one another as their nodes do, so the messages that a
+tensor depends on can be read off them; only that two segments of the same walk may lead to each other: some
+nodes of the first lead to nodes of the second, and those to other nodes of the first. Nodes never change what
+they lead to, so what was found stays true.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.autograd.graph import edge_of, is_leaf_node, is_token_node
+from gradwire.autograd.records import ReceivedTensors
+from gradwire.wire.ids import AutogradMessageId, ContextId
+
+__all__ = ["SegmentHandle", "Segments"]
+
+
+class SegmentHandle:
+    """Results as the name of the part of the graph that they lead into, for results that are sent later.
+
+    Every segment of that part refers to the handle. When the last segment goes, the receiver of the results
+    is told to forget the handle.
+    """
+
+    def __init__(self, id: AutogradMessageId, context: ContextId, peer: int) -> None:
+        self.id = id
+        self.context = context
+        self.peer = peer
+        self.order = 0
+        """Counts up: a segment leads only to segments with the same handle or an earlier one."""
+        self.parts = 0
+        """How many of the segments with this handle depend on messages."""
+        self.is_usable = False
+        """Whether the receiver itself sent every message that the results depend on, so that it can
+        follow."""
+        self.is_known = False
+        """Whether the receiver has said that it received the results."""
+
+
+class GraphSegment:
+    """The nodes that a walk found first. It lives as long as one of them does."""
+
+    __slots__ = ("_received", "below", "handle")
+
+    def __init__(self) -> None:
+        # Weakly: the graph may lose a recv node, and then its message is to be released.
+        self._received: list[weakref.ref[ReceivedTensors]] = []
+        self.below: dict[GraphSegment, None] = {}
+        self.handle: SegmentHandle | None = None
+        """Of the first results that lead here, if results do."""
+
+    def add(self, received: ReceivedTensors | None) -> None:
+        """Adds the received tensors of a recv node; None for any other node."""
+        if received is not None and (received.are_arguments or received.foreign):
+            self._received.append(weakref.ref(received))
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether it depended on messages of other peers when it was found."""
+        return bool(self._received)
+
+    @property
+    def received(self) -> Iterator[ReceivedTensors]:
+        """The received tensors in it that depend on messages of other peers."""
+        return (received for reference in self._received if (received := reference()) is not None)
+
+    def skipped(self) -> GraphSegment:
+        """The first segment from here down that says something of its own.
+
+        Else each of many calls in a row would be a step on the way to what the first one depends on.
+        """
+        segment, passed = self, {self}
+        while not segment.has_messages and segment.handle is None and len(segment.below) == 1:
+            (below,) = segment.below
+            if below in passed:
+                break  # a circle, which leads to nothing else
+            passed.add(below)
+            segment = below
+        return segment
+
+
+class Dependencies(NamedTuple):
+    """What tensors depend on that are about to be sent."""
+
+    messages: Sequence[AutogradMessageId]
+    builds_on: Sequence[AutogradMessageId] = ()
+    """Handles that stand for more of it."""
+
+
+class Segments:
+    """The segments of a peer's graph."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._key = f"gradwire.segment.{peer:016x}"
+        self._counter = itertools.count(1)
+        # A walk must not come upon a segment that another walk has not finished.
+        self._lock = threading.Lock()
+
+    def reached_by(self, tensors: Sequence[torch.Tensor], peer: int) -> list[AutogradMessageId]:
+        """The messages of other peers that tensors depend on which are about to go to a peer."""
+        with self._lock:
+            return self._messages(self._walk(tensors), peer)
+
+    def name(
+        self, tensors: Sequence[torch.Tensor], handle: SegmentHandle, own_call: AutogradMessageId | None
+    ) -> Dependencies:
+        """The same for results, which from now on are the handle of the part of the graph that they lead
+        into.
+
+        Earlier results whose handle the peer knows stand for their part. Results that have nothing in common
+        with others get no handle: most functions keep nothing. Later results that lead here after all name
+        their messages one by one.
+        """
+        with self._lock:
+            segment = self._walk(tensors)
+            if segment.below or any(received.source != own_call for received in segment.received):
+                handle.order = next(self._counter)
+                found, below = self._claim(segment, handle)
+                received = [record for part in found for record in part.received]
+                handle.is_usable = self._is_usable(handle, received, below)
+                if handle.is_usable and all(other.is_known for other in below):
+                    own = dict.fromkeys(record.source for record in received if record.are_arguments)
+                    return Dependencies(list(own), [other.id for other in below])
+                if handle.is_usable:
+                    return Dependencies(self._messages(segment, handle.peer), [other.id for other in below])
+            return Dependencies(self._messages(segment, handle.peer))
+
+    def _is_usable(
+        self, handle: SegmentHandle, received: Sequence[ReceivedTensors], below: Sequence[SegmentHandle]
+    ) -> bool:
+        # A handle stands for messages of one context: gradients that are gathered for one context must not
+        # wait for those of another.
+        return (
+            handle.peer != self._peer
+            and all(one.is_known_to(handle.peer) and one.context == handle.context for one in received)
+            and all(
+                other.is_usable and other.peer == handle.peer and other.context == handle.context
+                for other in below
+            )
+        )
+
+    def _claim(
+        self, segment: GraphSegment, handle: SegmentHandle
+    ) -> tuple[list[GraphSegment], list[SegmentHandle]]:
+        """Gives the handle to segments that have none yet, from a segment down.
+
+        Returns all segments that earlier handles do not stand for, and those handles.
+        """
+        found: list[GraphSegment] = []
+        stand_in: list[SegmentHandle] = []
+        entered: dict[SegmentHandle, list[GraphSegment]] = {}
+        """For each earlier handle, the segments through which its part of the graph is reached."""
+        stack = [segment]
+        while stack:
+            reached = stack.pop()
+            if reached.handle is None:
+                reached.handle = handle
+                handle.parts += reached.has_messages
+                found.append(reached)
+                stack.extend(reached.below)
+            elif reached.handle is not handle:
+                entered.setdefault(reached.handle, []).append(reached)
+        # Latest first: when it is the turn of a handle, all that leads to its part was looked at.
+        latest_first = [(-other.order, other) for other in entered]
+        heapq.heapify(latest_first)
+        while latest_first:
+            other = heapq.heappop(latest_first)[1]
+            part = _within(other, entered[other])
+            if sum(reached.has_messages for reached in part) == other.parts:
+                stand_in.append(other)
+                continue
+            # The handle would say too much: only some of the segments that it stands for are reached.
+            found += part
+            for below in {below for reached in part for below in reached.below}:
+                if below.handle is not None and below.handle is not other:
+                    if below.handle not in entered:
+                        heapq.heappush(latest_first, (-below.handle.order, below.handle))
+                    entered.setdefault(below.handle, []).append(below)
+        return found, stand_in
+
+    def _walk(self, tensors: Sequence[torch.Tensor]) -> GraphSegment:
+        found = [GraphSegment()]
+        todo: list[tuple[GraphSegment, list[Any]]] = [(found[0], [edge_of(t).node for t in tensors])]
+        while todo:
+            segment, stack = todo.pop()
+            while stack:
+                node = stack.pop()
+                if is_leaf_node(node):
+                    continue
+                # With the node, not beside it: what Python sees of a node comes and goes.
+                metadata = node.metadata
+                known: GraphSegment | None = metadata.get(self._key)
+                if known is None:
+                    following = [further for further, _ in node.next_functions if further is not None]
+                    if not is_token_node(node):
+                        metadata[self._key] = segment
+                        segment.add(metadata.get("gradwire.received"))
+                        stack += following
+                        continue
+                    # Of all that one result depends on, another result may depend on a part.
+                    known = metadata[self._key] = GraphSegment()
+                    found.append(known)
+                    todo.append((known, following))
+                if known is not segment:
+                    segment.below[known] = None
+        for segment in found:
+            segment.below = dict.fromkeys(below.skipped() for below in segment.below)
+        return found[0]
+
+    def _messages(self, segment: GraphSegment, peer: int) -> list[AutogradMessageId]:
+        reached: dict[AutogradMessageId, None] = {}
+        stack, seen = [segment], {segment}
+        while stack:
+            segment = stack.pop()
+            for received in segment.received:
+                if received.are_arguments:
+                    reached[received.source] = None
+                if not received.is_known_to(peer):
+                    reached.update(dict.fromkeys(received.foreign))
+            stack.extend(below for below in segment.below if below not in seen)
+            seen.update(segment.below)
+        # What this peer sent is in its own graph, where the walk has gone on; but a peer that calls itself is
+        # told what it sent.
+        return [id for id in reached if id.peer != self._peer or peer == self._peer]
+
+
+def _within(handle: SegmentHandle, segments: Sequence[GraphSegment]) -> list[GraphSegment]:
+    """All segments with a handle that some of them lead to."""
+    found = dict.fromkeys(segments)
+    stack = list(segments)
+    while stack:
+        further = [below for below in stack.pop().below if below.handle is handle and below not in found]
+        found.update(dict.fromkeys(further))
+        stack += further
+    return list(found)

@@ -1,0 +1,254 @@
+"""A backward on a worker that is suspended until the gradients of earlier results come.
+
+The backward has one root: a chain of `Barrier` nodes, one for each result, latest first. A barrier waits for
+the gradient of its result, and then lets the result's `GradientInjector` bring it into the graph. PyTorch's
+engine does the rest: where the graphs of two results meet, it goes on when both gradients are in. Barriers
+have the lowest priority of all nodes, so when a barrier begins to wait, everything that follows from the
+gradients so far is done, and the requests that brought them are answered.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.autograd.gradients import Contributions, Gradients
+from gradwire.autograd.graph import nodes_from
+from gradwire.autograd.graph_tasks import BackwardRun, current_run, find_task
+from gradwire.autograd.records import SentResults
+from gradwire.errors import Cancelled
+from gradwire.proto.v1 import link_pb2
+from gradwire.runtime.scope import waiting
+from gradwire.system.threads import computing
+from gradwire.transport.base import Payload, Sendable, ServerCall
+from gradwire.wire.ids import AutogradMessageId
+
+if TYPE_CHECKING:
+    from gradwire.autograd.engine import DistEngine
+
+__all__ = ["SuspendedBackward", "SuspendedCall", "add_injector", "chain_barriers"]
+
+Items = Sequence[tuple[SentResults, Gradients]]
+
+_LIVENESS_SECONDS = 1.0
+"""How often a backward that waits checks that its requester is still there."""
+
+
+class GradientInjector(torch.autograd.Function):
+    """forward: results -> token. backward: the gradients that came for them."""
+
+    @staticmethod
+    def forward(ctx: Any, id: AutogradMessageId, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.id = id
+        ctx.arity = len(tensors)
+        ctx.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_token_gradient: Any) -> Any:
+        run = current_run()
+        gradients = None if run is None or run.suspended is None else run.suspended.take(ctx.id)
+        return None, *(gradients or [None] * ctx.arity)
+
+
+class Barrier(torch.autograd.Function):
+    """forward: the token of an injector and that of the next barrier -> token. backward: waits."""
+
+    @staticmethod
+    def forward(ctx: Any, id: AutogradMessageId, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.id = id
+        ctx.tokens = len(tokens)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_token_gradient: Any) -> Any:
+        run = current_run()
+        if run is not None and run.suspended is not None:
+            run.suspended.wait_for(ctx.id)
+        return None, *[torch.zeros(()) for _ in range(ctx.tokens)]
+
+
+def add_injector(sent: SentResults, tensors: Sequence[torch.Tensor]) -> None:
+    """Makes it possible to suspend a backward until the gradients of these results come."""
+    sent.injector = GradientInjector.apply(sent.id, *tensors)  # type: ignore[no-untyped-call]
+
+
+def chain_barriers(results: Sequence[SentResults]) -> torch.Tensor | None:
+    """The root of a backward with a barrier for each result, latest first; None if it cannot be suspended."""
+    tokens: list[torch.Tensor] = []
+    with torch.enable_grad():
+        for sent in sorted(results, key=lambda sent: sent.id.number):
+            if sent.injector is None:
+                return None
+            barrier = Barrier.apply(sent.id, sent.injector, *tokens)  # type: ignore[no-untyped-call]
+            barrier.grad_fn._set_sequence_nr(0)
+            tokens = [barrier]
+    (root,) = tokens
+    return root if _runs_on_one_thread(root) else None
+
+
+def _runs_on_one_thread(root: torch.Tensor) -> bool:
+    """Whether the engine runs all nodes on one thread, and barriers last of all.
+
+    A device has a thread of its own, which may have work for this thread while a barrier keeps it waiting.
+    """
+    accelerated = torch.accelerator.is_available()
+    for node in nodes_from([root]):
+        # The first node that a thread makes has number 0, too.
+        if node._sequence_nr() == 0 and not isinstance(node, Barrier._backward_cls):
+            node._set_sequence_nr(1)  # type: ignore[attr-defined]
+        if accelerated and any(made.device.type != "cpu" for made in node._input_metadata):
+            return False
+    return True
+
+
+class SuspendedCall(ServerCall):
+    """The requests to a suspended backward as one: cancelling it cancels what the backward requests of
+    others."""
+
+    def __init__(self, first: ServerCall) -> None:
+        super().__init__()
+        self.method, self.request = first.method, Payload(b"")
+        self.deadline, self.link = first.deadline, first.link
+
+    def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
+        """The requests are answered one by one."""
+        return False
+
+    def fail(self, error: link_pb2.Error) -> None:
+        """The requests are answered one by one."""
+
+
+class SuspendedBackward:
+    """A backward whose gradients come in several requests. It runs on a thread of its own."""
+
+    def __init__(
+        self, id: AutogradMessageId, engine: DistEngine, run: BackwardRun, call: SuspendedCall
+    ) -> None:
+        self.id = id
+        self.server_call = call
+        self._engine = weakref.proxy(engine)
+        self._run = run
+        self._inbox: SimpleQueue[tuple[Items, Future[Contributions]] | None] = SimpleQueue()
+        """Requests that came; None wakes the backward after `give_up`."""
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        """Why no more gradients are taken."""
+        # Of the backward's own thread alone:
+        self._gradients: dict[AutogradMessageId, Gradients] = {}
+        self._lowest: int | None = None
+        """The number of the earliest result whose gradient came. Those of later results do not come any
+        more."""
+        self._unanswered: list[Future[Contributions]] = []
+
+    # -- for the threads that bring requests
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Runs the backward on a thread of its own, with the context variables of the caller."""
+        self._engine.suspended[self.id] = self
+        target, args = contextvars.copy_context().run, (self._do, work)
+        threading.Thread(target=target, args=args, name="gradwire-suspended", daemon=True).start()
+
+    def add(self, items: Items, server_call: ServerCall) -> tuple[Contributions, bool]:
+        """Adds gradients, and returns when all that follows from them is done: the contributions, and whether
+        the backward is suspended until more come. Without gradients: no more come."""
+        answered: Future[Contributions] = Future()
+        with self._lock:
+            if self._ended is not None:
+                raise Cancelled(f"the suspended backward has ended: {self._ended}")
+            self._inbox.put((items, answered))
+        take_back = server_call.when_cancelled(self.give_up)
+        try:
+            return answered.result(), self._ended is None
+        finally:
+            take_back()
+
+    def give_up(self, why: str = "nobody waits for it any more") -> None:
+        """Nobody wants the rest."""
+        with self._lock:
+            self._ended = self._ended or why
+        self._inbox.put(None)
+        self.server_call.cancel()
+
+    # -- for the thread of the backward
+
+    def _do(self, work: Callable[[], None]) -> None:
+        failure: BaseException | None = None
+        try:
+            with computing():
+                work()
+        except BaseException as error:  # whatever it is, the requesters are told
+            failure = error
+        del work  # and the graph with it, before anybody is answered
+        self._run.suspended = None
+        self._engine.suspended.pop(self.id, None)
+        with self._lock:
+            self._ended = self._ended or ("it has failed" if failure else "it is done")
+        while not self._inbox.empty():
+            self._take_one()
+        self._answer(failure)
+
+    def take(self, id: AutogradMessageId) -> Gradients | None:
+        """The gradients that came for a result."""
+        return self._gradients.pop(id, None)
+
+    def wait_for(self, id: AutogradMessageId) -> None:
+        """Waits until the gradient of a result has come, or does not come any more."""
+        if self._has_come(id):
+            return
+        task = find_task(torch._C._current_graph_task_id())
+        if task is not None:
+            task.settle()
+        self._run.check_fresh()
+        self._answer(None)
+        while not self._has_come(id):
+            # Nothing is computed meanwhile, so others may change parameters.
+            waiting(partial(self._take_one, _LIVENESS_SECONDS))
+            self._check_requester()
+        self._run.check_fresh()
+
+    def _has_come(self, id: AutogradMessageId) -> bool:
+        while not self._inbox.empty():
+            self._take_one()
+        if self._ended is not None:
+            raise Cancelled(f"the suspended backward was given up: {self._ended}")
+        return id in self._gradients or (self._lowest is not None and id.number > self._lowest)
+
+    def _take_one(self, timeout: float | None = None) -> None:
+        """Takes a request, if one has come, or comes in time."""
+        try:
+            taken = self._inbox.get(block=timeout is not None, timeout=timeout)
+        except Empty:
+            return
+        if taken is None:
+            return
+        items, answered = taken
+        self._unanswered.append(answered)
+        self._gradients.update((sent.id, gradients) for sent, gradients in items)
+        self._run.checks += (sent.check_fresh for sent, _ in items if sent.check_fresh is not None)
+        self._lowest = min((sent.id.number for sent, _ in items), default=-1)
+
+    def _check_requester(self) -> None:
+        link = self.server_call.link
+        if link is None or link.ended is not None:
+            self.give_up("its requester is gone")
+        elif self._engine.passes.is_over(self._run.pass_id):
+            self.give_up("the backward that it is part of is over")
+
+    def _answer(self, failure: BaseException | None) -> None:
+        """Answers the requests so far: the first gets all contributions."""
+        unanswered, self._unanswered = self._unanswered, []
+        for answered in unanswered:
+            if failure is not None:
+                answered.set_exception(failure)
+            else:
+                contributions, self._run.contributions = self._run.contributions, []
+                answered.set_result(contributions)

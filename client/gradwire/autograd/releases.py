@@ -1,0 +1,228 @@
+"""Telling other peers which of their messages nothing here refers to any more.
+
+Releases ride on messages that travel anyway; those that find none are sent on their own after a second. What
+guarantees that a peer lets go is the lease (`leases`): releases only make it soon.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gradwire import wire
+from gradwire.autograd.contexts import DistAutogradContainer
+from gradwire.errors import GradwireError, MalformedMessage
+from gradwire.proto.v1 import autograd_pb2, link_pb2
+from gradwire.system.timers import call_later
+from gradwire.transport.base import Link, Payload, ResponseFuture, Sendable, ServerCall
+from gradwire.wire.ids import AutogradMessageId, message_ids, message_protos
+
+if TYPE_CHECKING:
+    from gradwire.autograd.kept_state.segments import SegmentHandle
+
+__all__ = ["PeerReleases", "Releases", "Response"]
+
+_FLUSH_SECONDS = 1.0
+"""After this time, releases that found no message to ride on are sent on their own."""
+_MAX_IN_ONE_MESSAGE = 1000
+"""So that releases do not make a message much larger."""
+
+Response = autograd_pb2.ForwardWithAutogradResponse | autograd_pb2.PropagateGradientsResponse
+
+
+class _HandleReference(weakref.ref["SegmentHandle"]):
+    """To a segment handle that another peer knows. Called back when nothing has the handle any more."""
+
+    __slots__ = ("id",)
+    id: AutogradMessageId
+
+
+class PeerReleases:
+    """Messages of one other peer that nothing here refers to any more, to be told to it.
+
+    `append` and what `on_discarded` returns are called by destructors, at any moment and in any thread, so
+    they do nothing but append.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[AutogradMessageId | _HandleReference] = deque()
+        self._handles: dict[AutogradMessageId, _HandleReference] = {}
+        self._discarded: deque[tuple[type[Any], bytes]] = deque()
+        self._learned: deque[AutogradMessageId] = deque()
+        self.append = self._waiting.append
+        self.append_learned = self._learned.append
+        """For results that came and that later results may build on."""
+
+    def on_discarded(self, kind: type[Any]) -> Callable[[Payload], None]:
+        """For responses of a kind that came, and that nobody looks into."""
+        return lambda response: self._discarded.append((kind, response.body))
+
+    def take_discarded(self) -> list[tuple[type[Any], bytes]]:
+        return _taken(self._discarded)
+
+    def take(self) -> list[AutogradMessageId]:
+        if not self._waiting:
+            return []
+        return [
+            self._forgotten(released) if isinstance(released, _HandleReference) else released
+            for released in _taken(self._waiting)
+        ]
+
+    def take_learned(self) -> list[AutogradMessageId]:
+        return _taken(self._learned) if self._learned else []
+
+    def offer(self, handle: SegmentHandle) -> None:
+        """The other peer is told of a segment handle, and is to be told when nothing here has it any more."""
+        # Not by a method: it would be called where graphs are destroyed, in the middle of C++ code that an
+        # interpreter which shuts down must not leave.
+        reference = self._handles[handle.id] = _HandleReference(handle, self._waiting.append)
+        reference.id = handle.id
+
+    def confirm(self, ids: Iterable[AutogradMessageId]) -> None:
+        """The other peer knows segment handles."""
+        for id in ids:
+            handle = self._handles[id]() if id in self._handles else None
+            if handle is not None:
+                handle.is_known = True
+
+    def _forgotten(self, reference: _HandleReference) -> AutogradMessageId:
+        self._handles.pop(reference.id, None)
+        return reference.id
+
+
+_Item = TypeVar("_Item")
+
+
+def _taken(waiting: deque[_Item]) -> list[_Item]:
+    taken: list[_Item] = []
+    while len(taken) < _MAX_IN_ONE_MESSAGE:
+        try:
+            taken.append(waiting.popleft())
+        except IndexError:
+            break
+    return taken
+
+
+class Releases:
+    """The releases of one peer, for every link that it has."""
+
+    def __init__(self, container: DistAutogradContainer) -> None:
+        self._container = container
+        self._lock = threading.Lock()
+
+    def to(self, link: Link) -> PeerReleases:
+        """What the peer at the other end of a link may let go of."""
+        releases: PeerReleases | None = link.autograd_state
+        if releases is None:
+            with self._lock:
+                releases = link.autograd_state = link.autograd_state or self._new(link)
+        return releases
+
+    def _new(self, link: Link) -> PeerReleases:
+        call_later(_FLUSH_SECONDS, partial(self._flush, weakref.ref(link)))
+        return PeerReleases()
+
+    def undo_if_failed(
+        self,
+        future: ResponseFuture,
+        link: Link,
+        sent: AutogradMessageId | None,
+        released: Sequence[AutogradMessageId],
+        learned: Sequence[AutogradMessageId] = (),
+    ) -> None:
+        """For a request that fails: the other peer may never have seen it.
+
+        So it cannot say when to let go of the arguments. Should it have kept something of them before it
+        failed, a later backward through that is refused. What the request released is released again, and
+        what it said was learned is said again: both may be done twice.
+        """
+        # Weakly: a future keeps its callbacks, and would keep itself.
+        settled = weakref.ref(future)
+        releases = self.to(link)
+
+        def undo() -> None:
+            future = settled()
+            if future is not None and (future.cancelled() or future.exception() is not None):
+                if sent is not None:
+                    self._container.release([sent])
+                for id in released:
+                    releases.append(id)
+                for id in learned:
+                    releases.append_learned(id)
+
+        future.when_settled(undo)
+
+    def respond(self, server_call: ServerCall, response: Response, attachments: Sequence[Sendable]) -> bool:
+        """Sends a response that also says what the requester may let go of. Whether the requester gets it.
+
+        If not, or if it cancels and so will not look into the response, it does not learn what there is to
+        release of its own, nor which results it could release here.
+        """
+        link = server_call.link
+        releases = None if link is None else self.to(link)
+        released = [] if releases is None else releases.take()
+        results = []
+        if response.HasField("autograd"):
+            results.append(AutogradMessageId.parse(response.autograd.message))
+
+        def undo() -> None:
+            self._container.release(results)
+            if releases is not None:
+                for id in released:
+                    releases.append(id)
+
+        is_sent = False
+        try:
+            if released:
+                response.released.extend(message_protos(released))
+            is_sent = server_call.respond(response.SerializeToString(), attachments)
+        finally:
+            if not is_sent:
+                undo()
+        if is_sent and link is not None and (released or results):
+            server_call.when_cancelled(undo)
+        return is_sent
+
+    def _flush(self, link_ref: weakref.ref[Link]) -> None:
+        link = link_ref()
+        if link is None or link.ended is not None:
+            return
+        try:
+            self._flush_now(link, self.to(link))
+        finally:
+            call_later(_FLUSH_SECONDS, partial(self._flush, link_ref))
+
+    def _flush_now(self, link: Link, releases: PeerReleases) -> None:
+        while discarded := releases.take_discarded():
+            for kind, body in discarded:
+                self._release_discarded(kind, body, releases)
+        released = releases.take()
+        if not released:
+            return
+        request = autograd_pb2.CleanupContextRequest(messages=message_protos(released))
+        body = request.SerializeToString()
+        future = ResponseFuture()
+        self.undo_if_failed(future, link, None, released)
+        try:
+            link.send_request(link_pb2.METHOD_CLEANUP_CONTEXT, body, timeout=60.0, future=future)
+        except GradwireError:
+            # Nothing was sent: the link may be cut, and does not wait. The next flush tries again.
+            for id in released:
+                releases.append(id)
+
+    def _release_discarded(self, kind: type[Response], body: bytes, releases: PeerReleases) -> None:
+        """Lets go of what a response brought that nobody looks into."""
+        try:
+            response = wire.parse(kind, body)
+        except MalformedMessage:
+            return
+        self._container.release(message_ids(response.released))
+        if response.HasField("autograd"):
+            releases.append(AutogradMessageId.parse(response.autograd.message))
+        for ref in wire.refs_in([response]):
+            if ref.handle:
+                releases.append(AutogradMessageId(ref.peer.id, ref.handle))

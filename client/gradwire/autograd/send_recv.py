@@ -1,0 +1,205 @@
+"""The heart: tensors cross to another peer, and their gradients come back.
+
+One call and its backward, in the order of time::
+
+    caller                                                  worker
+    send(arguments)      --- ForwardWithAutograd -->        receive(arguments), run the function
+    receive(results)     <-- response --------------        remember the results (messages.send_results)
+    propagate(gradients) --- PropagateGradients --->        run the graph from results to leaves (serving)
+    collect(sent)        <-- response --------------        contributions to the arguments
+
+`send` puts a send node below the arguments, `receive` a recv node above the tensors that came. A recv node
+has an edge to the token of every send node that its tensors depend on. So the caller's own graph says what
+depends on what remotely, and PyTorch's engine orders everything; there is no other bookkeeping of
+dependencies. In backward a recv node propagates its gradients without waiting (`propagate`), and a send node
+waits for the contributions (`collect`). Send nodes have the lowest priority, so that remote work overlaps
+with local work.
+
+A worker's own calls to other workers are part of the same graph, so nesting follows by itself. Workers that
+keep state from call to call need no more either, but `kept_state` makes that fast; it takes part at the
+places marked below.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire import wire
+from gradwire.autograd.aliases import share_history
+from gradwire.autograd.gradients import Gradients
+from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
+from gradwire.autograd.graph_tasks import current_run, current_task, find_task
+from gradwire.autograd.kept_state import remote_segments
+from gradwire.autograd.records import ReceivedTensors, SentArguments
+from gradwire.proto.v1 import autograd_pb2
+from gradwire.transport.base import Link
+from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
+
+if TYPE_CHECKING:
+    from gradwire.autograd.engine import DistEngine
+
+__all__ = ["add_send", "receive", "send"]
+
+
+# -- forward
+
+
+def send(
+    engine: DistEngine,
+    metadata: autograd_pb2.AutogradMetadata,
+    tensors: Sequence[torch.Tensor],
+    context: ContextId,
+    link: Link,
+) -> SentArguments | None:
+    """Puts a send node below the arguments of a call; None if none of them requires grad."""
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    if not differentiable:
+        return None
+    sent = SentArguments(engine.new_id(), context, differentiable, link.peer.id)
+    sent.id.write(metadata.message)
+    if engine.live:
+        reached = engine.segments.reached_by(differentiable, link.peer.id)
+        metadata.depends_on.extend(message_protos(reached))
+    add_send(sent, differentiable)
+    # Kept until the worker says that nothing there refers to them: it may keep state, so that later results
+    # depend on these arguments.
+    engine.container.keep_arguments(sent)
+    return sent
+
+
+def add_send(sent: SentArguments, tensors: Sequence[torch.Tensor]) -> None:
+    """PyTorch: addSendRpcBackward."""
+    token = apply(SendRpc, sent, *tensors)
+    # The engine prefers high numbers: a send node waits, so everything else that can run, runs first. All but
+    # the barriers of a suspended backward, which have 0.
+    token.grad_fn._set_sequence_nr(1)
+    sent.token = token
+
+
+def receive(
+    engine: DistEngine,
+    metadata: autograd_pb2.AutogradMetadata,
+    decoder: wire.Decoder,
+    link: Link | None,
+    what: str,
+    compression: autograd_pb2.Compression | None,
+    *,
+    are_arguments: bool,
+) -> None:
+    """Puts a recv node above the tensors that came (PyTorch: addRecvRpcBackward)."""
+    slots = [index for index, requires_grad in enumerate(decoder.requires_grad) if requires_grad]
+    depends_on = message_ids(metadata.depends_on)
+    own = [engine.container.arguments(id) for id in depends_on if id.peer == engine.peer]
+    received = ReceivedTensors(
+        engine,
+        AutogradMessageId.parse(metadata.message),
+        ContextId.parse(metadata.context),
+        link=link,
+        releases=None if link is None else engine.releases.to(link),
+        are_arguments=are_arguments,
+        compression=compression,
+        what=what,
+        arity=len(slots),
+        depends_on=[sent for sent in own if sent is not None],
+        foreign=[id for id in depends_on if id.peer != engine.peer],
+        builds_on=engine.container.segments(message_ids(metadata.builds_on)),  # kept state
+    )
+    if received.builds_on or metadata.may_be_built_on:
+        remote_segments.join(received, metadata.may_be_built_on)
+    if not slots:
+        return
+    if are_arguments or received.foreign:
+        received.is_live = True
+        engine.live.add(received.source)
+    if decoder.is_shared:
+        share_history(decoder.tensors, slots)
+    tokens = [sent.token for sent in received.depends_on]
+    tokens += [remote_segments.token_of(segment) for segment in received.builds_on]
+    # The call was made with gradients on, even if its result is fetched with gradients off.
+    with torch.enable_grad():
+        attached = apply(RecvRpc, received, [decoder.tensors[slot] for slot in slots], *tokens, ANCHOR)
+    for slot, tensor in zip(slots, attached, strict=True):
+        decoder.tensors[slot] = tensor
+
+
+# -- backward
+
+
+def propagate(received: ReceivedTensors, gradients: Gradients) -> bool:
+    """Sends gradients to the peer that the tensors came from. Whether contributions may come back."""
+    has_gradient = any(gradient is not None for gradient in gradients)
+    run = current_run()
+    if run is not None and run.responds_with(received):
+        if has_gradient:
+            run.contribute(received, gradients)  # the requester goes on from there
+        return False
+    if has_gradient or received.group is not None:
+        with current_task() as task:
+            if has_gradient:
+                task.propagate(received, gradients)
+            else:
+                task.skip(received)  # kept state: others may wait for it
+    return has_gradient
+
+
+def collect(sent: SentArguments, task_id: int) -> Gradients:
+    """Waits for all contributions to arguments in the graph task that runs now, and takes their sum."""
+    task = find_task(task_id)
+    if task is None:
+        return sent.collect(task_id)
+    with task:
+        task.before_collecting(sent)
+        return sent.collect(task_id)
+
+
+@gives_token
+class SendRpc(torch.autograd.Function):
+    """forward: arguments -> token. backward: the contributions to the arguments. In the graph it is called
+    SendRpcBackward, as PyTorch's is."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: SentArguments, *tensors: torch.Tensor) -> torch.Tensor:
+        # Weakly, or the record and this node would keep each other, and so the graph, alive for ever. When
+        # the node runs, the recv node that made it run holds the record.
+        ctx.sent = weakref.ref(sent)
+        ctx.arity = len(tensors)
+        ctx.set_materialize_grads(False)
+        return TOKEN.data
+
+    @staticmethod
+    def backward(ctx: Any, *token_gradient: Any) -> Any:
+        sent: SentArguments | None = ctx.sent()
+        if sent is None or token_gradient[0] is None:
+            return None, *[None] * ctx.arity
+        return None, *collect(sent, torch._C._current_graph_task_id())
+
+
+class RecvRpc(torch.autograd.Function):
+    """forward: data that came, tokens -> tensors. backward: propagates their gradients. In the graph it is
+    called RecvRpcBackward, as PyTorch's is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, received: ReceivedTensors, data: Sequence[torch.Tensor], *tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.received = received
+        # The garbage collector sees the owner of a node only if that is one tensor, and may look while torch,
+        # without the interpreter's lock, makes another node own it. It would call the record's destructor,
+        # which releases the message, and only then notice that the node lives. What is in the metadata
+        # belongs to the node itself, out of the collector's sight.
+        ctx.metadata["gradwire.received"] = received
+        received.node = weakref.ref(ctx)
+        ctx.tokens = len(tokens) - 1
+        ctx.set_materialize_grads(False)
+        return tuple(data)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if not propagate(ctx.received, gradients):
+            return None, None, *[None] * (ctx.tokens + 1)
+        # A defined gradient for every token makes the send nodes wait for contributions; none for the anchor.
+        return None, None, *[TOKEN] * ctx.tokens, None
