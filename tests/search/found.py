@@ -58,4 +58,9 @@ FOUND: dict[str, Program] = {
     "a leaf twice among the roots": (
         Backward(0, "context", (X, X), (), retain_graph=True, context=1, direct=True),
     ),
+    "a gradient that a worker took through a call stays there, and is fetched in another context": (
+        Call(0, "a", "first_row", Z, X, "q", "c", mode="remote"),
+        Call(1, "a", "penalty", Operand(0), X, "p", "a", context=1, mode="remote"),
+        Backward(2, "plain", (Operand(1),), (), retain_graph=True),
+    ),
 }

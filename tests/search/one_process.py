@@ -212,4 +212,6 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         assert len(ctx.saved_tensors) <= 1  # or it raises
-        return gradient, None, None
+        # The gradient crosses, too: where a worker makes it part of a result, what is behind it belongs to
+        # the context of this call, even if the result is fetched in another one.
+        return _Crossing.apply(gradient, ctx.label, False), None, None  # type: ignore[no-untyped-call]
