@@ -84,7 +84,7 @@ class World(ABC):
             case Call():
                 self._keep(step.id, self._call(step))
             case Together():
-                arguments = [self._arguments(call) for call in step.calls]
+                arguments = [self._own_arguments(call) for call in step.calls]
                 results = self.call_together(step.calls, arguments)
                 self._keep(step.id, tuple(tensor for result in results for tensor in _tensors(result)))
             case Backward():
@@ -142,6 +142,12 @@ class World(ABC):
             # The gradient that comes back for it is sparse.
             return with_dense_gradient(dense(single(left))), right
         return left, right
+
+    def _own_arguments(self, call: Call) -> Arguments:
+        """Of one of several calls at the same time. A function that writes to its argument gets a copy of
+        what a ref refers to: else it would be left to chance whether others read what was there before."""
+        left, right = self._arguments(call)
+        return (single(left) if call.function == "in_place" else left), right
 
     # -- for the backward of either world
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -158,6 +159,40 @@ def test_an_error_of_the_workers_alone_is_found(monkeypatch: pytest.MonkeyPatch)
         verdict = judge((Call(0, "a", "weigh", X, Y, "p", "b"),), workers)
     assert verdict.finding is not None
     assert "not here" in verdict.finding
+
+
+def test_calls_at_the_same_time_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One writes to its argument, which is on its worker. The other is called first, and reads it later."""
+    is_written = threading.Event()
+    write, read = Site.in_place, Site.keep_sparse
+
+    @functools.wraps(write)
+    def writing(self: Site, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+        result = write(self, x, y, key, other)
+        if hasattr(self._calls, "addresses"):
+            is_written.set()
+        return result
+
+    @functools.wraps(read)
+    def reading(self: Site, x: Argument, y: Argument, key: str, other: str) -> torch.Tensor:
+        if hasattr(self._calls, "addresses"):
+            assert is_written.wait(60)
+        return read(self, x, y, key, other)
+
+    monkeypatch.setattr(Site, "in_place", writing)
+    monkeypatch.setattr(Site, "keep_sparse", reading)
+    program = (
+        Call(0, "a", "several", X, X, "q", "a", mode="remote"),
+        Together(
+            1,
+            (
+                Call(1, "c", "keep_sparse", X, Operand(0), "together 0", "a"),
+                Call(1, "a", "in_place", Operand(0), X, "together 1", "c"),
+            ),
+        ),
+    )
+    with in_this_process() as workers:
+        assert judge(program, workers) == Verdict("all done", None, 2)
 
 
 def test_a_search_that_finds_something_says_so_and_fails(
