@@ -1,4 +1,4 @@
-"""Two ends of a link, of each kind, for one suite over all of them."""
+"""The two peers of a link of each kind, for one suite over all kinds."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Peer", "opened"]
 
 KINDS = ("in-process", "grpc", "same-host")
 SECONDS = 20.0
-"""Longer than anything here takes: what has not happened by then never will."""
+"""Longer than anything here takes: an event that has not happened by then never will."""
 
 _peer_ids = itertools.count(1)
 
 
 class Memory:
-    """An attachment. `modify` makes it one that was written to while it was sent."""
+    """An attachment. After `modify` it counts as written to while it was sent."""
 
     def __init__(self, content: bytes) -> None:
         self._view = memoryview(content)
@@ -45,14 +45,14 @@ class Memory:
 
 
 def echo(server_call: ServerCall) -> None:
-    """Answers with what came."""
+    """Responds with the request's body and attachments."""
     attachments = [Memory(attachment.tobytes()) for attachment in server_call.request.attachments]
     server_call.respond(server_call.request.body, attachments)
 
 
 @dataclass
 class Peer:
-    """An end's answers, and what it was asked."""
+    """A peer that records the requests it received, and how it responds to them."""
 
     name: str
     respond: Callable[[ServerCall], None] = echo
@@ -75,7 +75,7 @@ class Peer:
 
 @dataclass
 class Ends:
-    """Both ends of one link, and who sits there."""
+    """Both ends of one link, and the peers that they belong to."""
 
     left: Link
     right: Link
@@ -86,7 +86,7 @@ class Ends:
 
 @contextmanager
 def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
-    """A link of some kind. It is closed at the end."""
+    """A link of the given kind. It is closed at the end."""
     here, there = Peer("here"), Peer("there")
     settings = settings or LinkSettings(connect_timeout=SECONDS, chunk_bytes=1 << 16)
     if kind == "in-process":
@@ -112,14 +112,14 @@ def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
 
 Writes = Iterator[bytes]
 Between = Callable[[Writes], Writes]
-"""Sees, and may change, what a worker writes to a stream."""
+"""Sees, and may change, the data that a worker writes to a stream."""
 
 
 @contextmanager
 def serving(
     peer: Peer, settings: LinkSettings, between: Between = lambda written: written
 ) -> Iterator[tuple[SessionAcceptor, str]]:
-    """A gRPC server with a acceptor and nothing else."""
+    """A gRPC server with an acceptor and nothing else."""
     acceptor = SessionAcceptor(peer.identity, peer.handle, settings)
     pool = ThreadPoolExecutor(50, thread_name_prefix="gradwire-test")
     server = grpc.server(pool, options=server_options(settings))

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections can be cut, or frozen, as a network does it."""
+"""A TCP proxy whose connections can be cut, as a network does it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Proxy"]
 
 
 class Proxy:
-    """Forwards to an address. `cut` breaks all connections; `open` says whether new ones are taken."""
+    """Forwards to an address. `cut` breaks all connections; `open` says whether new ones are accepted."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -19,7 +19,7 @@ class Proxy:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.open = True
         self.connections = 0
-        """How many there have been."""
+        """How many connections there have been."""
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._waker, self._woken = socket.socketpair()

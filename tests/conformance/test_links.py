@@ -1,4 +1,4 @@
-"""What every link does, whatever carries it."""
+"""The behaviour of every link, over whatever transport."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attachments_of(future: ResponseFuture) -> list[bytes]:
 
 
 class Held:
-    """An answer that waits until it is told to go on."""
+    """A handler that keeps server calls until the test responds to them."""
 
     def __init__(self) -> None:
         self.server_calls: list[ServerCall] = []
@@ -48,18 +48,18 @@ class Held:
         return self.server_calls
 
 
-# -- asking
+# -- requests and responses
 
 
-def test_a_question_is_answered(ends: Ends) -> None:
+def test_a_request_gets_its_response(ends: Ends) -> None:
     assert body_of(ends.left.send_request(PING, b"hello")) == b"hello"
 
 
-def test_an_empty_question_is_answered(ends: Ends) -> None:
+def test_an_empty_request_gets_its_response(ends: Ends) -> None:
     assert body_of(ends.left.send_request(PING, b"")) == b""
 
 
-def test_both_ends_ask(ends: Ends) -> None:
+def test_both_peers_send_requests(ends: Ends) -> None:
     there = ends.right.send_request(PING, b"from the right")
     here = ends.left.send_request(PING, b"from the left")
     assert (body_of(here), body_of(there)) == (b"from the left", b"from the right")
@@ -67,7 +67,7 @@ def test_both_ends_ask(ends: Ends) -> None:
     assert ends.there.received == [b"from the left"]
 
 
-def test_the_asked_sees_the_question_and_the_way_back(ends: Ends) -> None:
+def test_a_server_call_has_the_request_and_the_link_back(ends: Ends) -> None:
     held = ends.there.respond = Held()
     future = ends.left.send_request(link_pb2.METHOD_DESCRIBE, b"x", timeout=SECONDS)
     (server_call,) = held.wait()
@@ -79,14 +79,14 @@ def test_the_asked_sees_the_question_and_the_way_back(ends: Ends) -> None:
     assert body_of(future) == b"done"
 
 
-def test_the_ends_know_each_other(ends: Ends) -> None:
+def test_the_peers_know_each_other(ends: Ends) -> None:
     assert ends.left.peer.id == ends.right.local.id == ends.there.identity.id
     assert ends.right.peer.id == ends.left.local.id == ends.here.identity.id
     assert ends.left.peer.name == "there"
     assert ends.right.peer.name == "here"
 
 
-def test_many_questions_are_in_flight_both_ways(ends: Ends) -> None:
+def test_many_requests_are_in_flight_both_ways(ends: Ends) -> None:
     bodies = [str(number).encode() for number in range(500)]
     lefts = [ends.left.send_request(PING, body) for body in bodies]
     rights = [ends.right.send_request(PING, body) for body in bodies]
@@ -94,7 +94,7 @@ def test_many_questions_are_in_flight_both_ways(ends: Ends) -> None:
     assert [body_of(future) for future in rights] == bodies
 
 
-def test_answers_come_in_any_order(ends: Ends) -> None:
+def test_responses_arrive_in_any_order(ends: Ends) -> None:
     held = ends.there.respond = Held()
     futures = [ends.left.send_request(PING, str(number).encode()) for number in range(5)]
     for server_call in reversed(held.wait(5)):
@@ -102,7 +102,7 @@ def test_answers_come_in_any_order(ends: Ends) -> None:
     assert [body_of(future) for future in futures] == [b"0", b"1", b"2", b"3", b"4"]
 
 
-def test_only_the_first_answer_counts(ends: Ends) -> None:
+def test_only_the_first_response_counts(ends: Ends) -> None:
     def twice(server_call: ServerCall) -> None:
         server_call.respond(b"first")
         server_call.respond(b"second")
@@ -113,7 +113,7 @@ def test_only_the_first_answer_counts(ends: Ends) -> None:
     assert body_of(ends.left.send_request(PING, b"")) == b"first"
 
 
-def test_answers_may_come_from_any_thread(ends: Ends) -> None:
+def test_responses_may_come_from_any_thread(ends: Ends) -> None:
     threads: list[threading.Thread] = []
 
     def elsewhere(server_call: ServerCall) -> None:
@@ -137,7 +137,7 @@ def test_a_failure_arrives_as_the_error_that_it_was(ends: Ends) -> None:
     assert caught.value.worker == "there"
 
 
-def test_a_handler_that_raises_fails_the_question(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_that_raises_fails_the_request(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     def broken(server_call: ServerCall) -> None:
         raise ZeroDivisionError("broken")
 
@@ -164,7 +164,7 @@ def test_attachments_over_the_peers_limit_are_refused_before_they_are_sent(kind:
         attachments = [Memory(bytes(60_000)), Memory(bytes(60_000))]
         with pytest.raises(errors.ResourceExhausted, match="exceeds the limit of 100000 bytes"):
             ends.left.send_request(PING, b"", attachments)
-        # The limit is for one message, not for all that are on their way.
+        # The limit is for one message, not for all that are in flight.
         futures = [ends.left.send_request(PING, b"", attachments[:1]) for _ in range(5)]
         for future in futures:
             assert attachments_of(future) == [bytes(60_000)]
@@ -173,7 +173,7 @@ def test_attachments_over_the_peers_limit_are_refused_before_they_are_sent(kind:
 # -- cancelling
 
 
-def test_a_question_that_was_cancelled_before_is_not_waited_for(ends: Ends) -> None:
+def test_a_request_with_a_cancelled_future_is_not_awaited(ends: Ends) -> None:
     ends.there.respond = Held()
     future = ResponseFuture()
     assert future.cancel()
@@ -182,7 +182,7 @@ def test_a_question_that_was_cancelled_before_is_not_waited_for(ends: Ends) -> N
     assert ends.left._outbound_calls == {}  # type: ignore[attr-defined]
 
 
-def test_cancelling_reaches_the_other_end(ends: Ends) -> None:
+def test_cancelling_reaches_the_other_peer(ends: Ends) -> None:
     held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
@@ -202,7 +202,7 @@ def test_cancelling_reaches_the_other_end(ends: Ends) -> None:
     assert body_of(ends.left.send_request(PING, b"")) == b"the link goes on"
 
 
-def test_a_callback_that_was_taken_back_is_not_called(ends: Ends) -> None:
+def test_a_callback_that_was_removed_is_not_called(ends: Ends) -> None:
     held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
@@ -229,11 +229,11 @@ def test_one_failing_callback_keeps_no_other_from_being_called(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_cancelling_after_the_answer_changes_nothing(ends: Ends) -> None:
-    future = ends.left.send_request(PING, b"answer")
-    assert body_of(future) == b"answer"
+def test_cancelling_after_the_response_changes_nothing(ends: Ends) -> None:
+    future = ends.left.send_request(PING, b"response")
+    assert body_of(future) == b"response"
     assert not future.cancel()
-    assert body_of(future) == b"answer"
+    assert body_of(future) == b"response"
 
 
 def test_cancelling_twice_is_cancelling_once(ends: Ends) -> None:
@@ -243,7 +243,7 @@ def test_cancelling_twice_is_cancelling_once(ends: Ends) -> None:
     assert future.cancel()
 
 
-def test_those_who_wait_for_several_notice_a_cancelled_one(ends: Ends) -> None:
+def test_as_completed_notices_cancelled_futures(ends: Ends) -> None:
     ends.there.respond = Held()
     futures = [ends.left.send_request(PING, b"") for _ in range(3)]
     waiting = threading.Thread(target=lambda: [future.cancel() for future in futures])
@@ -252,7 +252,7 @@ def test_those_who_wait_for_several_notice_a_cancelled_one(ends: Ends) -> None:
     waiting.join()
 
 
-def test_cancelling_amid_a_transfer_drops_it_at_both_ends(ends: Ends) -> None:
+def test_cancelling_during_a_transfer_drops_it_at_both_peers(ends: Ends) -> None:
     future = ends.left.send_request(PING, b"large", [Memory(bytes(64 << 20))])
     assert future.cancel()
     assert body_of(ends.left.send_request(PING, b"small", [Memory(bytes(1 << 20))])) == b"small"
@@ -260,7 +260,7 @@ def test_cancelling_amid_a_transfer_drops_it_at_both_ends(ends: Ends) -> None:
     assert streams_of(ends.right).reassembler.held == 0
 
 
-def test_an_answer_nobody_waits_for_is_not_carried_to_its_end(ends: Ends) -> None:
+def test_an_unwanted_response_is_not_sent_to_its_end(ends: Ends) -> None:
     held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"")
     (server_call,) = held.wait()
@@ -274,10 +274,10 @@ def test_an_answer_nobody_waits_for_is_not_carried_to_its_end(ends: Ends) -> Non
 # -- deadlines
 
 
-def test_a_question_fails_when_its_time_runs_out(ends: Ends) -> None:
+def test_a_request_fails_at_its_deadline(ends: Ends) -> None:
     held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"", timeout=0.05)
-    with pytest.raises(errors.DeadlineExceeded, match=r"did not answer within 0\.05 s"):
+    with pytest.raises(errors.DeadlineExceeded, match=r"did not respond within 0\.05 s"):
         future.result(SECONDS)
     (server_call,) = held.wait()
     told = threading.Event()
@@ -285,7 +285,7 @@ def test_a_question_fails_when_its_time_runs_out(ends: Ends) -> None:
     assert told.wait(SECONDS)
 
 
-def test_an_answer_in_time_stops_the_clock(ends: Ends) -> None:
+def test_a_response_in_time_stops_the_timer(ends: Ends) -> None:
     future = ends.left.send_request(PING, b"in time", timeout=SECONDS)
     assert body_of(future) == b"in time"
 
@@ -293,7 +293,7 @@ def test_an_answer_in_time_stops_the_clock(ends: Ends) -> None:
 # -- ending
 
 
-def test_closing_fails_the_questions_of_both_ends(ends: Ends) -> None:
+def test_closing_fails_the_requests_of_both_peers(ends: Ends) -> None:
     held = ends.there.respond = Held()
     ends.here.respond = Held()
     mine = ends.left.send_request(PING, b"")
@@ -314,7 +314,7 @@ def test_closing_fails_the_questions_of_both_ends(ends: Ends) -> None:
     ends.left.close()
 
 
-def test_closing_from_the_other_end_is_noticed(ends: Ends) -> None:
+def test_closing_by_the_other_peer_is_noticed(ends: Ends) -> None:
     ended = threading.Event()
     ends.left.when_ended(lambda link: ended.set())
     ends.right.close()
@@ -322,7 +322,7 @@ def test_closing_from_the_other_end_is_noticed(ends: Ends) -> None:
     assert isinstance(ends.left.ended, errors.LinkClosed)
 
 
-def test_closing_first_sends_what_waits(ends: Ends) -> None:
+def test_closing_first_sends_waiting_frames(ends: Ends) -> None:
     for number in range(100):
         ends.left.send_request(PING, str(number).encode())
     ends.left.close()
@@ -341,7 +341,7 @@ def test_aborting_fails_with_the_error_given(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_end_that_aborts_is_lost_to_the_other(kind: str) -> None:
+def test_a_peer_that_aborts_is_lost_to_the_other(kind: str) -> None:
     with opened(kind, LinkSettings(lease=0.1, connect_timeout=SECONDS)) as ends:
         ends.here.respond = Held()
         future = ends.right.send_request(PING, b"")
@@ -351,7 +351,7 @@ def test_an_end_that_aborts_is_lost_to_the_other(kind: str) -> None:
             future.result(SECONDS)
 
 
-def test_those_who_come_after_the_end_are_told_at_once(ends: Ends) -> None:
+def test_callbacks_added_after_the_end_are_called_at_once(ends: Ends) -> None:
     ends.left.close()
     told: list[Link] = []
     ends.left.when_ended(told.append)
@@ -378,7 +378,7 @@ def test_attachments_keep_their_order(ends: Ends) -> None:
     assert attachments_of(future) == contents
 
 
-def test_attachments_can_be_written_to_by_who_receives_them(ends: Ends) -> None:
+def test_received_attachments_are_writable(ends: Ends) -> None:
     (attachment,) = ends.left.send_request(PING, b"", [Memory(bytes(10))]).result(SECONDS).attachments
     attachment[:] = 7
     assert attachment.tobytes() == bytes([7]) * 10
@@ -392,7 +392,7 @@ def test_many_messages_with_attachments_are_in_flight_both_ways(ends: Ends) -> N
     assert [attachments_of(future) for future in rights] == [[content] for content in contents]
 
 
-def test_a_large_transfer_does_not_hold_up_small_messages(ends: Ends) -> None:
+def test_a_large_transfer_does_not_delay_small_messages(ends: Ends) -> None:
     large = ends.left.send_request(PING, b"large", [Memory(bytes(128 << 20))])
     for _ in range(5):
         assert body_of(ends.left.send_request(PING, b"small")) == b"small"
@@ -403,7 +403,7 @@ def test_a_large_transfer_does_not_hold_up_small_messages(ends: Ends) -> None:
     assert body_of(large) == b"large"
 
 
-def test_what_is_modified_while_being_sent_is_never_used(ends: Ends) -> None:
+def test_an_attachment_modified_while_being_sent_is_never_used(ends: Ends) -> None:
     torn, sound = Memory(bytes(1 << 20)), Memory(bytes(1 << 20))
     torn.modify(errors.Unencodable("a tensor was modified in place while being sent"))
     with pytest.raises(errors.Unencodable, match="modified in place"):
@@ -413,7 +413,7 @@ def test_what_is_modified_while_being_sent_is_never_used(ends: Ends) -> None:
     assert streams_of(ends.right).reassembler.held == 0
 
 
-def test_an_answer_that_is_modified_while_being_sent_becomes_an_error(ends: Ends) -> None:
+def test_a_response_modified_while_being_sent_becomes_an_error(ends: Ends) -> None:
     torn, sound = Memory(bytes(1 << 20)), Memory(bytes(1 << 20))
     torn.modify(errors.Unencodable("a tensor was modified in place while being sent"))
     ends.there.respond = lambda server_call: server_call.respond(b"", [sound, torn, sound])
@@ -439,12 +439,12 @@ def test_an_attachment_that_cannot_be_read_fails_its_message_alone(
 # -- memory
 
 
-def test_nothing_is_kept_of_what_is_over(ends: Ends) -> None:
+def test_finished_calls_leave_nothing_behind(ends: Ends) -> None:
     for _ in range(100):
         ends.left.send_request(PING, b"", [Memory(bytes(10))]).result(SECONDS)
     left, right = ends.left, ends.right
     assert left._outbound_calls == right._outbound_calls == {}  # type: ignore[attr-defined]
-    # Acknowledgements ride on what comes next; those of answers with attachments do not wait.
+    # Acknowledgements are sent with the next frame; those of responses with attachments do not wait.
     ends.left.send_request(PING, b"").result(SECONDS)
     assert len(right._inbound_calls) <= 1  # type: ignore[attr-defined]
     assert streams_of(left).reassembler.held == streams_of(right).reassembler.held == 0

@@ -1,4 +1,4 @@
-"""Where the local socket that a worker offers leads nowhere, its clients go over the network."""
+"""If the local socket that a worker offers leads nowhere, its clients use the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.transport import GrpcLink, LinkSettings, frames
 
 
 class Detour:
-    """A local socket that is offered in the place of a worker's own."""
+    """A local socket that is offered instead of the worker's own."""
 
     def __init__(self) -> None:
         self._name = f"gradwire-test-{secrets.token_hex(8)}"
@@ -26,7 +26,7 @@ class Detour:
         self._listener.listen(8)
         self._listener.settimeout(SECONDS)
         self.offers: list[link_pb2.SameHost] = []
-        """What the worker offered, for each attempt."""
+        """The worker's offer of each attempt."""
 
     def between(self, written: Iterator[bytes]) -> Iterator[bytes]:
         (frame,) = frames.parse(next(written))
@@ -37,14 +37,14 @@ class Detour:
         yield from written
 
     def overhear(self) -> bytes:
-        """What a client says here, once it has given up."""
+        """The bytes that a client sends here before it gives up."""
         waiting, _ = self._listener.accept()
         with waiting:
             waiting.settimeout(SECONDS)
             return b"".join(iter(lambda: waiting.recv(64), b""))
 
     def bring(self, said: bytes) -> bytes:
-        """Brings that to the worker, as if the client came so late. Returns what the worker says."""
+        """Sends these bytes to the worker, as if the client came late. Returns the worker's response."""
         with socket.socket(socket.AF_UNIX) as late:
             late.settimeout(SECONDS)
             late.connect(f"\0{self.offers[0].socket}")
@@ -75,15 +75,15 @@ def connected(detour: Detour) -> Iterator[GrpcLink]:
             link.close()
 
 
-def test_nobody_answers_there(detour: Detour) -> None:
+def test_a_socket_without_a_listener_is_not_used(detour: Detour) -> None:
     with connected(detour) as link:
         for _ in range(3):
             assert attachments_of(link.send_request(PING, b"", [Memory(bytes(200_000))])) == [bytes(200_000)]
         assert link.connected
-        assert len(detour.offers) == 1  # the first attempt was good
+        assert len(detour.offers) == 1  # the first attempt succeeded
 
 
-def test_a_client_that_comes_there_too_late_is_turned_away(detour: Detour) -> None:
+def test_a_late_client_is_refused_at_the_socket(detour: Detour) -> None:
     with ThreadPoolExecutor(1) as pool:
         overheard = pool.submit(detour.overhear)
         with connected(detour) as link:

@@ -1,4 +1,4 @@
-"""A gRPC link whose streams are cut goes on where it was: nothing is lost, nothing runs twice."""
+"""A gRPC link whose streams are cut resumes: nothing is lost, and nothing runs twice."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def cut(ends: Ends) -> None:
     before = ends.right._streams  # type: ignore[attr-defined]
     give_up_at = time.monotonic() + SECONDS
     while ends.right._streams is before:  # type: ignore[attr-defined]
-        ends.left._cut()  # again and again: it may just be opening new streams
+        ends.left._cut()  # repeated, since new streams may just be opening
         assert time.monotonic() < give_up_at
         time.sleep(0.001)
 
 
-def test_questions_asked_after_a_cut_are_answered(ends: Ends) -> None:
+def test_requests_after_a_cut_get_responses(ends: Ends) -> None:
     for number in range(5):
         cut(ends)
         assert body_of(ends.left.send_request(PING, str(number).encode())) == str(number).encode()
@@ -50,30 +50,30 @@ def test_questions_asked_after_a_cut_are_answered(ends: Ends) -> None:
     assert ends.acceptor.sessions == [ends.right]
 
 
-def test_a_question_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
+def test_a_request_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
     held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"once")
     (server_call,) = held.wait()
     cut(ends)
-    # Asked after it on the same stream, so it has come again by now.
+    # Sent later on the same stream, so the first request has arrived again by now.
     ends.there.respond = lambda server_call: server_call.respond(b"")
     ends.left.send_request(PING, b"later").result(SECONDS)
-    server_call.respond(b"the answer")
-    assert body_of(future) == b"the answer"
+    server_call.respond(b"the response")
+    assert body_of(future) == b"the response"
     assert ends.there.received == [b"once", b"later"]
 
 
-def test_a_question_of_the_other_end_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
+def test_a_request_of_the_other_peer_that_runs_during_a_cut_runs_once(ends: Ends) -> None:
     held = ends.here.respond = Held()
     future = ends.right.send_request(PING, b"once")
     (server_call,) = held.wait()
     cut(ends)
-    server_call.respond(b"the answer")
-    assert body_of(future) == b"the answer"
+    server_call.respond(b"the response")
+    assert body_of(future) == b"the response"
     assert ends.here.received == [b"once"]
 
 
-def test_whoever_answers_may_wait_for_the_same_link_during_a_cut(ends: Ends) -> None:
+def test_a_server_call_may_wait_for_the_same_link_during_a_cut(ends: Ends) -> None:
     held = ends.there.respond = Held()
 
     def respond(server_call: ServerCall) -> None:
@@ -89,11 +89,11 @@ def test_whoever_answers_may_wait_for_the_same_link_during_a_cut(ends: Ends) -> 
     future = ends.right.send_request(PING, b"")
     (nested_call,) = held.wait()
     cut(ends)
-    nested_call.respond(b"the answer")
-    assert body_of(future) == b"the answer"
+    nested_call.respond(b"the response")
+    assert body_of(future) == b"the response"
 
 
-def test_an_answer_given_while_the_streams_are_cut_arrives(ends: Ends) -> None:
+def test_a_response_during_a_cut_arrives(ends: Ends) -> None:
     held = ends.there.respond = Held()
     future = ends.left.send_request(PING, b"", [Memory(bytes(100))])
     (server_call,) = held.wait()
@@ -103,7 +103,7 @@ def test_an_answer_given_while_the_streams_are_cut_arrives(ends: Ends) -> None:
     assert len(ends.there.received) == 1
 
 
-def test_a_cut_amid_a_large_transfer_costs_only_time(ends: Ends) -> None:
+def test_a_cut_during_a_large_transfer_costs_only_time(ends: Ends) -> None:
     content = bytes(range(256)) * (64 << 12)
     future = ends.left.send_request(PING, b"large", [Memory(content)])
     cut(ends)
@@ -112,7 +112,7 @@ def test_a_cut_amid_a_large_transfer_costs_only_time(ends: Ends) -> None:
     assert ends.left._streams.reassembler.held == 0  # type: ignore[attr-defined]
 
 
-def test_many_cuts_amid_many_questions_lose_and_repeat_nothing(ends: Ends) -> None:
+def test_many_cuts_during_many_requests_lose_and_repeat_nothing(ends: Ends) -> None:
     bodies = [str(number).encode() for number in range(300)]
     futures = []
     for number, body in enumerate(bodies):
@@ -125,7 +125,9 @@ def test_many_cuts_amid_many_questions_lose_and_repeat_nothing(ends: Ends) -> No
 
 
 @pytest.mark.parametrize("requester", ["left", "right"])
-def test_what_was_sent_again_after_a_cut_is_let_go_of_when_it_has_arrived(ends: Ends, requester: str) -> None:
+def test_attachments_sent_again_after_a_cut_are_freed_when_they_have_arrived(
+    ends: Ends, requester: str
+) -> None:
     requester_link, server, held = ends.left, ends.there, Held()
     if requester == "right":
         requester_link, server = ends.right, ends.here
@@ -139,17 +141,17 @@ def test_what_was_sent_again_after_a_cut_is_let_go_of_when_it_has_arrived(ends: 
     left = [weakref.ref(request), weakref.ref(response)]
     server.respond = lambda server_call: server_call.respond(b"")
     del request, response, future, server_call, held
-    requester_link.send_request(PING, b"").result(SECONDS)  # acknowledges what came before it
+    requester_link.send_request(PING, b"").result(SECONDS)  # acknowledges the response before it
     eventually(lambda: [memory() for memory in left] == [None, None])
 
 
 @pytest.mark.parametrize("requester", ["left", "right"])
-def test_a_question_that_is_cancelled_during_a_cut_is_cancelled_there(ends: Ends, requester: str) -> None:
+def test_a_request_cancelled_during_a_cut_is_cancelled_at_the_other_peer(ends: Ends, requester: str) -> None:
     requester_link, server, held = ends.left, ends.there, Held()
     if requester == "right":
         requester_link, server = ends.right, ends.here
     server.respond = held
-    for _ in range(10):  # so that it is before new streams are there, some of the times
+    for _ in range(10):  # so that some cancellations come before the new streams
         future = requester_link.send_request(PING, b"")
         server_call = held.wait()[-1]
         cut(ends)
@@ -186,7 +188,7 @@ def test_the_network_comes_back() -> None:
         link.close()
 
 
-def test_what_was_kept_back_and_cannot_leave_takes_no_room() -> None:
+def test_requests_held_back_by_the_window_that_fail_free_their_share() -> None:
     settings = LinkSettings(
         connect_timeout=SECONDS, lost_after=SECONDS, wait_for_ready=False, max_bytes_in_flight=300_000
     )
@@ -214,7 +216,7 @@ def test_what_was_kept_back_and_cannot_leave_takes_no_room() -> None:
         link.close()
 
 
-def test_who_stays_out_of_reach_is_lost_at_both_ends() -> None:
+def test_an_unreachable_peer_is_lost_at_both_ends() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=0.4, lease=0.4)
     here, there = Peer("here"), Peer("there", Held())
     here.respond = Held()
@@ -236,7 +238,7 @@ def test_who_stays_out_of_reach_is_lost_at_both_ends() -> None:
         link.close()
 
 
-def test_who_comes_back_after_the_lease_is_told_so() -> None:
+def test_a_client_that_returns_after_its_lease_is_told_so() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS, lease=0.05)
     here, there = Peer("here"), Peer("there")
     with serving(there, settings) as (acceptor, address), Proxy(address) as proxy:
@@ -257,7 +259,7 @@ def test_who_comes_back_after_the_lease_is_told_so() -> None:
         link.close()
 
 
-def test_who_was_restarted_is_another() -> None:
+def test_a_restarted_worker_is_another_peer() -> None:
     settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
     here, first, second = Peer("here"), Peer("there"), Peer("there")
     with serving(first, settings) as (_, address), serving(second, settings) as (acceptor, other_address):

@@ -236,7 +236,7 @@ def test_bytes_that_never_come(settings: dict[str, int]) -> None:
                 ignorant.ask_large("size_of", 3 * MB)
                 assert ignorant.answers(1)[0].WhichOneof("outcome") == "body"
 
-        # The other has gone without a word.
+        # The other ended the link without a goodbye.
         def there_is_room() -> bool:
             ignorant.ask_large("size_of", 3 * MB)
             return ignorant.answers(1)[0].WhichOneof("outcome") == "body"

@@ -71,7 +71,7 @@ def test_a_timeout_of_asyncio_reaches_the_function(worker: gw.RemoteWorker, name
 
 def test_a_timeout_ends_the_call_here_and_there(worker: gw.RemoteWorker, name: str) -> None:
     start = time.monotonic()
-    with pytest.raises(gw.DeadlineExceeded, match="did not answer within") as caught:
+    with pytest.raises(gw.DeadlineExceeded, match="did not respond within") as caught:
         worker.call("wait_for_cancel", name, timeout=0.3)
     assert 0.25 < time.monotonic() - start < 10
     assert isinstance(caught.value, TimeoutError)

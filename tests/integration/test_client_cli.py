@@ -170,7 +170,7 @@ def test_a_call_ends_with_its_timeout(daemon: Daemon, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     # What is left of it when the link is there.
-    assert re.search(r"did not answer within 0\.[12]\d* s$", done.stderr.strip())
+    assert re.search(r"did not respond within 0\.[12]\d* s$", done.stderr.strip())
 
 
 # -- ping

@@ -133,7 +133,7 @@ def test_an_error_text_that_is_no_unicode_arrives(worker: gw.RemoteWorker) -> No
 
 def test_a_worker_that_cannot_be_reached_further_on_is_named(worker: gw.RemoteWorker) -> None:
     with pytest.raises(
-        gw.ConnectFailed, match=r"^on a: no gradwire worker answered at 127\.0\.0\.1:1"
+        gw.ConnectFailed, match=r"^on a: no gradwire worker responded at 127\.0\.0\.1:1"
     ) as caught:
         worker.call_nowhere()
     assert caught.value.worker == "127.0.0.1:1"
@@ -143,7 +143,7 @@ def test_a_worker_that_cannot_be_reached_further_on_is_named(worker: gw.RemoteWo
 def test_a_worker_that_cannot_be_reached_far_further_on_is_told_by_who_tried(workers: Workers) -> None:
     with gw.connect(workers.a) as worker, pytest.raises(gw.ConnectFailed) as caught:
         worker.call_on(workers.b, "call_nowhere")
-    assert str(caught.value).startswith("on b: no gradwire worker answered at 127.0.0.1:1")
+    assert str(caught.value).startswith("on b: no gradwire worker responded at 127.0.0.1:1")
     assert caught.value.__notes__ == [
         f"while calling call_nowhere on {workers.b}",
         f"while calling call_on on {workers.a}",

@@ -177,7 +177,7 @@ def test_a_stranger_gets_nowhere() -> None:
         listener.close()
 
 
-def test_a_client_that_has_given_up_when_it_is_greeted_is_not_met() -> None:
+def test_a_client_that_hung_up_before_the_handshake_is_refused() -> None:
     accepted_purposes: list[object] = []
     listener = LocalListener.open(lambda purpose, connection: accepted_purposes.append(purpose))
     assert listener is not None

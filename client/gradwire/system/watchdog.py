@@ -75,7 +75,7 @@ class _Watchdog:
         try:
             return watched.check(now)
         except Exception:  # the other objects must still be checked
-            log.exception("looking at what reads failed")
+            log.exception("a check of the watchdog failed")
             return False
 
 

@@ -134,10 +134,8 @@ class EventLoop(LeaderFollowers):
         except GradwireError as error:
             self._end_connection(connection, error)
         except BaseException as error:  # whatever the error is, the other connections must still be served
-            log.exception("a connection could not be attended to")
-            self._end_connection(
-                connection, InternalError(f"the connection could not be attended to: {error!r}")
-            )
+            log.exception("a connection could not be served")
+            self._end_connection(connection, InternalError(f"the connection could not be served: {error!r}"))
         with self._lock:
             is_still_leader = self._finish_frame(me)
         if not is_still_leader and connection.has_responses:

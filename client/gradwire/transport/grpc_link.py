@@ -101,7 +101,7 @@ class GrpcLink(Session):
         connect_timeout = self._connect_timeout + _HANDSHAKE_SECONDS
         if time_left is not None and time_left < connect_timeout:
             if not self._connected.wait(time_left):
-                error = f"no time left to wait for {self.target} to answer"
+                error = f"no time left to wait for {self.target} to respond"
                 self.abort(DeadlineExceeded(error, worker=self.target))
         elif not self._connected.wait(connect_timeout):
             self.abort(self._unreachable_error("connecting got stuck"))
@@ -208,7 +208,7 @@ class GrpcLink(Session):
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._was_welcomed:
                 raise ConnectFailed(
-                    f"a gRPC server answers at {self.target}, but it is no gradwire worker",
+                    f"the gRPC server at {self.target} is no gradwire worker",
                     worker=self.target,
                 ) from error
             raise _Broken(_explain(error, handshake_seconds)) from error
@@ -308,7 +308,7 @@ class GrpcLink(Session):
                 raise _Broken(str(error))  # the worker shuts down; another may take over its address
             raise error
         if kind != "welcome":
-            raise ProtocolError(f"{self.target} answered Hello with {kind}", worker=self.target)
+            raise ProtocolError(f"{self.target} responded to Hello with {kind}", worker=self.target)
         welcome = frame.welcome
         if welcome.protocol != PROTOCOL:
             raise ProtocolError(
@@ -345,7 +345,7 @@ class GrpcLink(Session):
     def _unreachable_error(self, reason: str) -> GradwireError:
         if not self._was_welcomed:
             return ConnectFailed(
-                f"no gradwire worker answered at {self.target}"
+                f"no gradwire worker responded at {self.target}"
                 + (f" within {self._connect_timeout:g} s" if self._wait_for_ready else "")
                 + f": {reason}",
                 worker=self.target,
@@ -362,12 +362,12 @@ def _first_frame(call: Any) -> link_pb2.Frame:
     except StopIteration:
         raise _Broken("the worker closed the stream at once") from None
     if len(received) != 1:
-        raise ProtocolError("the other end's first message is no single frame")
+        raise ProtocolError("the worker's first message is not a single frame")
     return received[0]
 
 
 def _explain(error: grpc.RpcError, handshake_seconds: float) -> str:
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.CANCELLED:
-        return f"there was no answer for {handshake_seconds:.1f} s"
+        return f"there was no response for {handshake_seconds:.1f} s"
     return f"{code.name}: {details}"

@@ -50,4 +50,4 @@ def _deliver(there: InProcessLink, outbox: Outbox, streams: Streams) -> None:
     # Ends when the sending peer closes its outbox, which both close() and abort() do.
     for data in outbox:
         there.receive_or_refuse(data, streams)
-    there.abort(WorkerLost(f"{there.peer} has gone without a word", worker=str(there.peer)))
+    there.abort(WorkerLost(f"{there.peer} ended the link without a goodbye", worker=str(there.peer)))

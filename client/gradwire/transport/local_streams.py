@@ -133,7 +133,7 @@ class LocalStreams(Streams):
             self._outbox.segment_pool.give_back(frame.returned.segments)
         elif kind == "segment":
             if not self._descriptors:
-                raise ProtocolError("a segment came without its descriptor")
+                raise ProtocolError("a segment was announced without its descriptor")
             self._mapped_segments.map(frame.segment.id, frame.segment.size, self._descriptors.popleft())
         elif kind == "dropped":
             self._mapped_segments.drop(frame.dropped.segments)
@@ -208,7 +208,7 @@ class LocalStreams(Streams):
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 self._descriptors.extend(descriptors)
         if flags & _TRUNCATED:
-            raise MalformedMessage("more descriptors came than can be taken")
+            raise MalformedMessage("too many descriptors in one read")
 
 
 def _is_complete(received: bytearray, at: int) -> bool:

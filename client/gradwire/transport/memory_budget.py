@@ -78,7 +78,7 @@ class Quota:
             self._taken.clear()
 
     def refusal(self) -> ResourceExhausted:
-        error = ResourceExhausted("too many bytes of large requests are on their way, or wait here, already")
+        error = ResourceExhausted("too many bytes of large requests are arriving, or wait to be served")
         error.retry_after = _RETRY_AFTER_SECONDS
         error.not_started = True
         return error

@@ -124,11 +124,13 @@ class Reassembler:
             total, end = transfer.total, chunk.offset + len(chunk.data)
             if chunk.offset != transfer.filled or end > total or (chunk.offset == end and total):
                 raise MalformedMessage(
-                    f"transfer {chunk.transfer}: a chunk of bytes {chunk.offset} to {end} came where "
-                    f"{transfer.filled} of {total} bytes had come before"
+                    f"transfer {chunk.transfer}: a chunk of bytes {chunk.offset} to {end} arrived after "
+                    f"{transfer.filled} of {total} bytes"
                 )
             if transfer.arriving is None:
-                raise MalformedMessage(f"transfer {chunk.transfer} comes in a segment, and yet in chunks")
+                raise MalformedMessage(
+                    f"transfer {chunk.transfer} was announced in a segment, but arrived in chunks"
+                )
         # Copied outside the lock: the chunks of one transfer arrive one after another, on one stream.
         try:
             transfer.arriving.write(chunk.offset, chunk.data)
@@ -185,7 +187,7 @@ class Reassembler:
             if not transfers:
                 return message, ()
             if key in self._waiting:
-                raise MalformedMessage(f"a second answer to request {key[1]}")
+                raise MalformedMessage(f"a second response to request {key[1]}")
             self._check_transfers(transfers)
             missing = {
                 id for id in transfers if (known := self._transfers.get(id)) is None or not known.complete
@@ -231,7 +233,7 @@ class Reassembler:
         if is_response:
             return False
         if id <= self._last_request:
-            raise MalformedMessage(f"request {id} came after request {self._last_request}")
+            raise MalformedMessage(f"request {id} arrived after request {self._last_request}")
         self._last_request = id
         cancelled = id in self._cancelled
         self._cancelled.discard(id)
@@ -266,7 +268,7 @@ class Reassembler:
         if total > self._max_bytes:
             raise self._too_large(total)
         if len(self._transfers) >= self.MAX_BEGUN:
-            raise ResourceExhausted(f"more than {self.MAX_BEGUN} attachments have begun to come")
+            raise ResourceExhausted(f"more than {self.MAX_BEGUN} attachments have begun to arrive")
         return True
 
     def _completed(self, id: int) -> CompleteMessage | None:
@@ -310,7 +312,7 @@ class Reassembler:
             raise MalformedMessage("a transfer was named as an attachment twice")
         for id in transfers:
             if id in self._unwanted or (id <= self._last_begun and id not in self._transfers):
-                raise MalformedMessage(f"transfer {id} was named as an attachment, but will not come")
+                raise MalformedMessage(f"transfer {id} was named as an attachment, but will never arrive")
 
     def _grow(self, key: Key, more: int) -> None:
         """Adds to the size of a message's attachments that have begun to arrive."""
@@ -349,7 +351,7 @@ class Reassembler:
         if len(ids) >= self.MAX_EXPECTED:
             ids = {later for later in ids if later > past}
             if len(ids) >= self.MAX_EXPECTED:
-                raise ResourceExhausted("too much was cancelled before it came")
+                raise ResourceExhausted("too many messages were cancelled before they arrived")
         ids.add(id)
         return ids
 

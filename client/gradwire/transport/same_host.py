@@ -60,7 +60,7 @@ class LocalListener:
         try:
             return cls(on_handshake)
         except OSError as error:
-            log.info("no shortcut for clients on this host: %s", error)
+            log.info("no local socket for clients on this host: %s", error)
             return None
 
     def offer(self, purpose: object, seen_address: str) -> link_pb2.SameHost:
@@ -99,7 +99,7 @@ class LocalListener:
                 if connection is not None:
                     connection.close()
                 if not is_failing and not self._closed.is_set():
-                    log.warning("clients of this host cannot be taken at the local socket now: %s", error)
+                    log.warning("cannot accept connections at the local socket now: %s", error)
                 is_failing = True
                 self._closed.wait(_PAUSE_SECONDS)
 
@@ -111,7 +111,7 @@ class LocalListener:
             purpose = self._redeem(_read(connection, _TOKEN_BYTES))
             connection.setblocking(False)
             if _has_hung_up(connection):
-                raise ConnectionResetError("the client has given up")
+                raise ConnectionResetError("the client has hung up")
             connection.setblocking(True)
             self._on_handshake(purpose, connection)
         except OSError as error:
@@ -151,7 +151,7 @@ def client_handshake(
         connection.settimeout(None)
         return connection
     except OSError as error:
-        log.debug("no shortcut to %s: %s", target, error)
+        log.debug("no local socket to %s: %s", target, error)
         if connection is not None:
             connection.close()
         return None
@@ -162,7 +162,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
     while len(data) < length:
         more = connection.recv(length - len(data))
         if not more:
-            raise ConnectionResetError("the other end closed")
+            raise ConnectionResetError("the other process closed the socket")
         data += more
     return data
 

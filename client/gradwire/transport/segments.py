@@ -140,7 +140,7 @@ class SegmentPool:
                 if segment is None:
                     if self._closed:
                         return
-                    raise MalformedMessage(f"segment {id} was given back, but is not lent")
+                    raise MalformedMessage(f"segment {id} was returned, but is not in use")
                 segment.free_since = now
                 self._free.append(segment)
 
@@ -182,7 +182,7 @@ class MappedSegments:
         """Maps a new segment, and closes its descriptor."""
         try:
             if id in self._mapped or not 0 < size <= self._max_bytes:
-                raise MalformedMessage(f"segment {id} of {size} bytes is not wanted here")
+                raise MalformedMessage(f"segment {id} of {size} bytes is already mapped or exceeds the limit")
             try:
                 sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             except OSError:
@@ -197,7 +197,7 @@ class MappedSegments:
         """The attachment that lies in a segment. The segment is returned when the last view of it is gone."""
         memory = self._mapped.get(id)
         if memory is None or total > len(memory):
-            raise MalformedMessage(f"an attachment of {total} bytes in segment {id}, which has no such room")
+            raise MalformedMessage(f"an attachment of {total} bytes does not fit in segment {id}")
         used = self._in_use.get(id)
         if used is not None and used() is not None:
             raise MalformedMessage(f"segment {id} was filled while it was in use")

@@ -137,7 +137,7 @@ class Session(Link):
             if self._ended is not None:
                 raise self._ended.again()
             if self._streams is None and not self.settings.wait_for_ready:
-                raise ConnectFailed(f"{self.peer} is out of reach right now", worker=str(self.peer))
+                raise ConnectFailed(f"{self.peer} is unreachable right now", worker=str(self.peer))
             if not self._window.admits(outbound_call):
                 self._keep_back(outbound_call)
                 return
@@ -162,7 +162,7 @@ class Session(Link):
         outbound_call.timer = call_later(left, partial(give_up, self._too_late(outbound_call)))
 
     def _too_late(self, outbound_call: OutboundCall) -> DeadlineExceeded:
-        message = f"{self.peer} did not answer within {round(outbound_call.timeout or 0.0, 3):g} s"
+        message = f"{self.peer} did not respond within {round(outbound_call.timeout or 0.0, 3):g} s"
         return DeadlineExceeded(message, worker=str(self.peer))
 
     def _keep_back(self, outbound_call: OutboundCall) -> None:

@@ -193,7 +193,7 @@ class SessionAcceptor:
         local = LocalStreams(self._settings, accepted.session.quota, connection, parent)
         with self._lock:
             if accepted.streams is not parent or not accepted.is_choosing or self._closed:
-                raise ConnectionAbortedError("the client has come back, or has gone another way")
+                raise ConnectionAbortedError("the client has reconnected, or uses the network")
             self._readers.add(threading.current_thread())
             accepted.attached = local
             accepted.session.attach(local)
@@ -231,7 +231,7 @@ class SessionAcceptor:
                 if accepted.is_choosing:
                     self._attach_streams(accepted)
                 if accepted.attached is not accepted.streams:
-                    raise ProtocolError("a bulk stream for a session that goes another way")
+                    raise ProtocolError("a bulk stream for a session that uses a local socket")
                 return accepted, True
             if accepted is None and hello.resume:
                 return None, False  # the session is gone, and the client only needs to be told

@@ -25,7 +25,7 @@ def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-def test_each_task_has_a_thread_and_threads_are_used_again() -> None:
+def test_each_task_has_a_thread_and_threads_are_reused() -> None:
     pool = DaemonThreads("gradwire-unit")
     together = threading.Barrier(20)
     for _ in range(3):
@@ -62,7 +62,7 @@ def test_shutting_down_from_one_of_its_own_threads() -> None:
     eventually(lambda: threads_of("gradwire-unit") == [])
 
 
-def test_what_computes_is_ended_and_nothing_else() -> None:
+def test_only_computing_threads_are_ended() -> None:
     pool = DaemonThreads("gradwire-unit")
     begun, stop = threading.Barrier(3), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Deadlines are kept in order, never lost, and forgotten when they are not needed."""
+"""Timers fire in order, are never lost, and are removed when they are cancelled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.system.timers import _Clock
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Clock]:
-    """One whose thread ends with the test."""
+    """A clock whose thread ends with the test."""
     monkeypatch.setattr(_Clock, "IDLE_SECONDS", 0.01)
     clock = _Clock()
     yield clock
@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Clock]:
 def test_timers_fire_in_order_of_time(clock: _Clock) -> None:
     fired: list[str] = []
     added, done = threading.Event(), threading.Event()
-    # However long it takes to add them, none fires before all are there.
+    # However long it takes to add the timers, none fires before all are there.
     clock.call_later(0.0, partial(added.wait, SECONDS))
     clock.call_later(3600, lambda: None)
     due = time.monotonic()
@@ -44,7 +44,7 @@ def test_timers_fire_in_order_of_time(clock: _Clock) -> None:
     assert fired == ["first", "second", "last"]
 
 
-def test_a_sooner_one_wakes_the_thread(clock: _Clock) -> None:
+def test_an_earlier_timer_wakes_the_thread(clock: _Clock) -> None:
     clock.call_later(3600, lambda: None)
     for _ in range(50):
         eventually(lambda: clock._sleeps_until > time.monotonic())
@@ -92,7 +92,7 @@ def test_an_interrupt_while_the_thread_is_started_does_no_harm(
 
 
 def test_destructors_set_timers_at_any_moment(clock: _Clock) -> None:
-    """The collector runs them within any line, those of the clock included."""
+    """The garbage collector runs destructors within any line, those of the clock included."""
     fired: list[None] = []
 
     class Dropped:
@@ -116,8 +116,8 @@ def test_destructors_set_timers_at_any_moment(clock: _Clock) -> None:
     eventually(lambda: len(fired) == 500)
 
 
-def test_timers_that_come_when_the_thread_is_about_to_end_fire(clock: _Clock) -> None:
-    """It ends when there was nothing to do for a while, here for hardly any time."""
+def test_timers_started_while_the_thread_ends_fire(clock: _Clock) -> None:
+    """The thread ends when there was no timer for a while; here that is a very short time."""
     for number in range(200):
         done = threading.Event()
         time.sleep(0.0001 * (number % 120))

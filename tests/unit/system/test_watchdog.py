@@ -1,4 +1,4 @@
-"""That somebody looks, whatever happened before."""
+"""Watched objects are checked, whatever happened before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.system.watchdog import _Watchdog
 
 
 class Seen:
-    """Counts how often it is looked at."""
+    """Counts how often it is checked."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.times = 0
@@ -24,7 +24,7 @@ class Seen:
         return False
 
 
-def test_a_thread_that_cannot_be_had_once_is_had_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_failed_to_start_is_started_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     watchdog, first, second = _Watchdog(), Seen(), Seen()
 
     def fail(thread: threading.Thread) -> None:
@@ -37,7 +37,7 @@ def test_a_thread_that_cannot_be_had_once_is_had_the_next_time(monkeypatch: pyte
     eventually(lambda: first.times > 0 and second.times > 0)
 
 
-def test_one_that_cannot_be_looked_at_keeps_nobody_from_being_looked_at() -> None:
+def test_a_failing_check_keeps_no_other_from_being_checked() -> None:
     watchdog, broken, sound = _Watchdog(), Seen(ValueError("broken")), Seen()
     watchdog.watch(broken)
     eventually(lambda: broken.times > 0)

@@ -1,4 +1,4 @@
-"""What tests of waiting have in common."""
+"""Helpers for tests that wait for a condition."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 SECONDS = 20.0
-"""After which what should have happened counts as never happening."""
+"""After this long, an expected event counts as never happening."""
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Returns when it is so."""
+    """Returns when the condition holds."""
     give_up_at = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < give_up_at

@@ -1,4 +1,4 @@
-"""Memory for what comes is used again, and nobody sees what was in it while somebody still uses it."""
+"""Memory for attachments is reused, but never while a view of it is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def address(buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
     return int(buffer.ctypes.data)
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_reused() -> None:
     buffers = Buffers()
     first = buffers.new(3 * MIB)
     assert len(first) == 3 * MIB
@@ -32,7 +32,7 @@ def test_memory_is_used_again() -> None:
         assert address(buffers.new(size)) == where
 
 
-def test_not_while_anything_looks_at_it() -> None:
+def test_memory_in_use_is_not_reused() -> None:
     buffers = Buffers()
     buffer = buffers.new(2 * MIB)
     buffer[:] = 7
@@ -47,14 +47,14 @@ def test_not_while_anything_looks_at_it() -> None:
     assert buffers.idle_bytes == 2 * MIB
 
 
-def test_what_is_small_is_left_to_the_c_library() -> None:
+def test_small_buffers_are_left_to_malloc() -> None:
     buffers = Buffers()
     buffers.new(SMALLEST_BYTES - 1)
     assert len(buffers.new(0)) == 0
     assert buffers.idle_bytes == 0
 
 
-def test_a_large_one_is_not_used_for_something_small() -> None:
+def test_large_memory_is_not_reused_for_a_small_buffer() -> None:
     buffers = Buffers()
     buffers.new(64 * MIB)
     small = buffers.new(2 * MIB)
@@ -62,7 +62,7 @@ def test_a_large_one_is_not_used_for_something_small() -> None:
     del small
 
 
-def test_no_more_is_kept_than_may_be() -> None:
+def test_the_pool_keeps_no_more_than_its_limit() -> None:
     buffers = Buffers(kept_bytes=4 * MIB)
     several = [buffers.new(2 * MIB) for _ in range(4)]
     last = address(several[-1])
@@ -72,14 +72,14 @@ def test_no_more_is_kept_than_may_be() -> None:
     assert address(buffers.new(2 * MIB)) == last
 
 
-def test_what_is_too_large_to_be_kept_takes_no_place() -> None:
+def test_a_buffer_over_the_limit_displaces_no_other() -> None:
     buffers = Buffers(kept_bytes=4 * MIB)
     buffers.new(2 * MIB)
     assert len(buffers.new(5 * MIB)) == 5 * MIB
     assert buffers.idle_bytes == 2 * MIB
 
 
-def test_what_is_idle_for_long_goes() -> None:
+def test_idle_memory_is_freed() -> None:
     buffers = Buffers(idle_seconds=0.02)
     buffers.new(2 * MIB)
     eventually(lambda: buffers.idle_bytes == 0)
@@ -87,13 +87,13 @@ def test_what_is_idle_for_long_goes() -> None:
     eventually(lambda: buffers.idle_bytes == 0)
 
 
-def test_no_memory_is_no_crash() -> None:
+def test_too_large_a_buffer_raises_an_error() -> None:
     with pytest.raises((MemoryError, ValueError)):
         Buffers().new(1 << 62)
 
 
-def test_a_destructor_gives_back_while_another_buffer_is_taken() -> None:
-    """A collection may run in any line, also while the lock is held."""
+def test_a_destructor_may_return_memory_while_the_lock_is_held() -> None:
+    """Garbage collection may run in any line, even while the lock is held."""
     buffers = Buffers()
 
     class Cycle:
@@ -112,8 +112,8 @@ def test_a_destructor_gives_back_while_another_buffer_is_taken() -> None:
 
 
 @pytest.mark.parametrize("total", [MIB // 2, 2 * MIB, 3 * MIB, 3 << 30])
-def test_memory_is_taken_as_the_bytes_come(total: int) -> None:
-    """Whatever was said that would come. The first byte of a huge page would take 2 MiB."""
+def test_memory_is_taken_as_the_bytes_arrive(total: int) -> None:
+    """The announced size does not matter. The first byte of a huge page would take 2 MiB."""
     buffers = Buffers()
     before = resident_bytes()
     arriving = [buffers.arriving(total) for _ in range(200)]
@@ -125,9 +125,9 @@ def test_memory_is_taken_as_the_bytes_come(total: int) -> None:
 @pytest.mark.parametrize(
     "pieces", [[1, 2, 3], [5000, 1, 90_000], [MIB] * 7, [1, 3 * MIB, 5 * MIB], [1000] * 900]
 )
-def test_what_came_in_pieces_is_whole(pieces: list[int]) -> None:
+def test_a_buffer_that_arrives_in_pieces_is_complete(pieces: list[int]) -> None:
     buffers = Buffers()
-    for _ in range(2):  # in fresh memory, and in what was used before
+    for _ in range(2):  # in fresh memory, and in reused memory
         arriving = buffers.arriving(sum(pieces))
         offset, expected = 0, b""
         for index, size in enumerate(pieces):
@@ -138,7 +138,7 @@ def test_what_came_in_pieces_is_whole(pieces: list[int]) -> None:
         assert arriving.finish().tobytes() == expected
 
 
-def test_what_was_given_up_is_not_kept_for_later() -> None:
+def test_an_abandoned_buffer_is_not_kept() -> None:
     buffers = Buffers()
     arriving = buffers.arriving(4 * MIB)
     arriving.write(0, bytes(3 * MIB))

@@ -1,4 +1,4 @@
-"""One thread reads all connections, and nobody waits for one that is occupied."""
+"""One thread reads all connections, and a busy leader delays no connection."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Line:
 
 
 class Receiver:
-    """Notes what came, and on which thread; works if there is work."""
+    """Records the frames and the threads that read them; runs `work` where it may."""
 
     def __init__(self, event_loop: EventLoop) -> None:
         self.event_loop = event_loop
@@ -99,7 +99,7 @@ def open_event_loop() -> Iterator[EventLoop]:
 
 @contextmanager
 def occupied(receiver: Receiver, line: Line, *, data: bytes = b"w") -> Iterator[None]:
-    """The one who reads is at work on the first that is said."""
+    """Keeps the leader busy with the first frame."""
     begun, release = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -116,7 +116,7 @@ def occupied(receiver: Receiver, line: Line, *, data: bytes = b"w") -> Iterator[
         release.set()
 
 
-def test_one_thread_reads_for_all() -> None:
+def test_one_thread_reads_all_connections() -> None:
     with open_event_loop() as event_loop:
         receiver = Receiver(event_loop)
         receiver.work = lambda: None
@@ -129,15 +129,15 @@ def test_one_thread_reads_for_all() -> None:
 
 
 @pytest.mark.parametrize(("stay", "before_the_other"), [(0.0, range(1, 5)), (SECONDS, [10])])
-def test_connections_are_attended_to_in_turn(
+def test_connections_are_served_round_robin(
     stay: float, before_the_other: Container[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each for as long as it may stay."""
+    """Each connection is served for its time slice."""
     monkeypatch.setattr(event_loop_module, "_SLICE_SECONDS", stay)
     with open_event_loop() as event_loop:
         receiver, lines = Receiver(event_loop), [Line(), Line()]
         with served(event_loop, lines[0], receiver), served(event_loop, lines[1], receiver):
-            # All of both is there before the rest of either is looked at.
+            # All frames of both connections are there before the rest of either is read.
             with occupied(receiver, lines[0], data=b"a" * 10):
                 lines[1].far.send(b"b" * 10)
             eventually(lambda: len(receiver.received) == 20)
@@ -145,11 +145,11 @@ def test_connections_are_attended_to_in_turn(
         assert came.index(b"b") in before_the_other
 
 
-def test_nobody_waits_for_one_that_takes_long() -> None:
+def test_a_slow_request_delays_no_other() -> None:
     with open_event_loop() as event_loop:
         slow, fast = Receiver(event_loop), Receiver(event_loop)
         lines = [Line(), Line()]
-        # Those behind it on the same connection do not wait, either.
+        # Frames behind the slow request on the same connection do not wait, either.
         with (
             served(event_loop, lines[0], slow),
             served(event_loop, lines[1], fast),
@@ -159,8 +159,8 @@ def test_nobody_waits_for_one_that_takes_long() -> None:
             eventually(lambda: len(fast.received) == 1 and len(slow.received) == 3)
 
 
-def test_nobody_stands_in_for_one_whom_nobody_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_followers, "watch", lambda _: True)  # nobody looks but this
+def test_no_follower_takes_over_while_no_work_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_followers, "watch", lambda _: True)  # only this test checks
     with open_event_loop() as event_loop:
         receiver, line = Receiver(event_loop), Line()
         with served(event_loop, line, receiver), occupied(receiver, line):
@@ -172,14 +172,14 @@ def test_nobody_stands_in_for_one_whom_nobody_misses(monkeypatch: pytest.MonkeyP
             eventually(lambda: [thread for _, thread in receiver.received][1:] == ["gradwire-follower"])
 
 
-def test_somebody_stands_in_for_one_who_is_occupied_for_very_long_before_it_is_missed() -> None:
+def test_a_follower_takes_over_from_a_leader_that_is_busy_for_very_long() -> None:
     with open_event_loop() as event_loop:
         receiver, line = Receiver(event_loop), Line()
         with served(event_loop, line, receiver), occupied(receiver, line):
             eventually(lambda: event_loop._leader is not None and not event_loop._busy_since)
 
 
-def test_one_that_waits_steps_aside_for_others_at_once() -> None:
+def test_a_leader_about_to_block_hands_over_at_once() -> None:
     with open_event_loop() as event_loop:
         waiting, other = Receiver(event_loop), Receiver(event_loop)
         answered = threading.Event()
@@ -199,8 +199,8 @@ def test_one_that_waits_steps_aside_for_others_at_once() -> None:
             eventually(lambda: len(other.received) == 1)
 
 
-def test_to_wait_for_others_is_not_to_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So what waits goes on being worked on where it is read, unless that was in somebody's way."""
+def test_time_spent_waiting_does_not_count_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a request that waits still runs on the reading thread, unless that delayed others."""
     monkeypatch.setattr(leader_followers, "watch", lambda _: True)
     with open_event_loop() as event_loop:
         receiver, line = Receiver(event_loop), Line()
@@ -218,7 +218,7 @@ def test_to_wait_for_others_is_not_to_take_long(monkeypatch: pytest.MonkeyPatch)
                 eventually(lambda number=number: len(worked) == 1 + number)  # type: ignore[misc]
 
 
-def test_what_waits_for_its_own_connection_is_soon_worked_on_elsewhere() -> None:
+def test_requests_that_wait_for_their_own_connection_soon_run_on_other_threads() -> None:
     with open_event_loop() as event_loop:
         line, answered = Line(), threading.Event()
         here: list[bool] = []
@@ -246,16 +246,16 @@ def test_what_waits_for_its_own_connection_is_soon_worked_on_elsewhere() -> None
 
 
 class Clock:
-    """What the event_loop takes for the time: only work makes it pass."""
+    """The time that the event loop sees: only work makes it pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        # Not the clock of the whole process, which others rely on.
+        # Not the clock of the whole process, which other code relies on.
         monkeypatch.setattr(event_loop_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(leader_followers, "watch", lambda _: True)
 
 
-def test_nobody_waits_for_one_who_has_much_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_connection_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with open_event_loop() as event_loop:
         receiver, lines = Receiver(event_loop), [Line(), Line()]
@@ -275,30 +275,30 @@ def test_nobody_waits_for_one_who_has_much_to_say(monkeypatch: pytest.MonkeyPatc
             sent.set()
             eventually(lambda: len(receiver.received) == 40)
         came = b"".join(frame for frame, _ in receiver.received)
-        # Each stays for three of them, that take 1.2 times as long as it may.
+        # Each connection is served for three frames, which take 1.2 time slices.
         assert came == b"aaabbb" * 6 + b"aabb"
 
 
-def test_answers_to_one_who_is_alone_go_on_leaving_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_to_a_lone_connection_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with open_event_loop() as event_loop:
         receiver, line = Receiver(event_loop), Line()
-        answers = 0
+        responses = 0
 
         def work() -> None:
-            nonlocal answers
+            nonlocal responses
             clock.now += 0.05 * event_loop_module._SLICE_SECONDS
             assert event_loop.will_write(line)
-            answers += 1
+            responses += 1
 
         receiver.work = work
         with served(event_loop, line, receiver):
             line.far.send(b"x" * 90)
-            eventually(lambda: answers == 90 and line.flushes > 0)
+            eventually(lambda: responses == 90 and line.flushes > 0)
         assert line.flushes < 45
 
 
-def test_answers_to_what_came_together_leave_together() -> None:
+def test_responses_to_requests_that_arrived_together_are_written_together() -> None:
     with open_event_loop() as event_loop:
         receiver, line = Receiver(event_loop), Line()
         written: list[bool] = []
@@ -308,10 +308,10 @@ def test_answers_to_what_came_together_leave_together() -> None:
             eventually(lambda: len(written) == 10 and line.flushes > 0)
         assert all(written)
         assert line.flushes <= 10
-        assert not event_loop.will_write(line)  # not from here
+        assert not event_loop.will_write(line)  # this thread is not the leader
 
 
-def test_an_answer_does_not_wait_for_what_takes_long() -> None:
+def test_a_response_does_not_wait_for_a_slow_request() -> None:
     with open_event_loop() as event_loop:
         receiver, line = Receiver(event_loop), Line()
         release = threading.Event()
@@ -329,7 +329,7 @@ def test_an_answer_does_not_wait_for_what_takes_long() -> None:
             release.set()
 
 
-def test_what_breaks_the_protocol_ends_one_connection_alone() -> None:
+def test_a_protocol_error_ends_only_its_connection() -> None:
     with open_event_loop() as event_loop:
         receiver, bad, good = Receiver(event_loop), Line(), Line()
         with served(event_loop, good, receiver):
@@ -341,7 +341,7 @@ def test_what_breaks_the_protocol_ends_one_connection_alone() -> None:
         bad.close()
 
 
-def test_whatever_goes_wrong_with_one_the_others_are_attended_to() -> None:
+def test_an_error_on_one_connection_leaves_the_others_served() -> None:
     def fail(frame: bytes) -> None:
         raise SystemExit(frame)
 
@@ -356,13 +356,13 @@ def test_whatever_goes_wrong_with_one_the_others_are_attended_to() -> None:
         bad.close()
 
 
-def test_threads_that_stood_in_end_when_there_are_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surplus_followers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_followers, "_LIVENESS_SECONDS", 0.01)
     with open_event_loop() as event_loop:
         receiver, line, release = Receiver(event_loop), Line(), threading.Event()
         receiver.work = lambda: bool(release.wait(SECONDS)) or None
         with served(event_loop, line, receiver):
-            # The first few are worked on where they are read; a thread stands in for each.
+            # The first few requests run on the thread that read them; a follower takes over for each.
             line.far.send(b"abc")
             eventually(lambda: len(receiver.received) == 3 and event_loop._threads > 1)
             release.set()
@@ -386,7 +386,7 @@ def test_closing_ends_all_and_leaves_no_descriptor() -> None:
     eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
-def test_it_closes_while_one_is_occupied() -> None:
+def test_it_closes_while_the_leader_is_busy() -> None:
     event_loop = EventLoop()
     receiver, line = Receiver(event_loop), Line()
     thread = threading.Thread(target=event_loop.serve, args=(line, receiver.receive))

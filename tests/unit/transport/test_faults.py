@@ -1,4 +1,4 @@
-"""Errors travel: what is raised at one end can be caught at the other."""
+"""Errors are sent to the other peer, and can be caught there by their type."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gradwire.proto.v1 import link_pb2
 from gradwire.transport import faults
 
 NOT_SENT = {
-    # Families, of which members are raised.
+    # Base classes, of which only subclasses are raised.
     errors.GradwireError,
     errors.CallRefused,
     errors.LinkError,
     errors.WireError,
     errors.RemoteError,
-    # Raised where they happen and never sent as such.
+    # Raised where they happen, and never sent as such.
     errors.ForkedProcess,
     errors.CheckpointError,
     errors.CheckpointMismatch,
@@ -35,7 +35,7 @@ def test_every_error_keeps_its_type_message_and_worker(type_: type[errors.Gradwi
     error.add_note("a note")
     rebuilt = faults.rebuild(faults.describe(error, "here"))
     assert type(rebuilt) is type_
-    # Of a process that the other end cannot reach, the other end says so.
+    # If the other peer cannot reach a third process, its message says which peer tried.
     assert str(rebuilt) == ("on here: the message" if issubclass(type_, errors.LinkError) else "the message")
     assert rebuilt.worker == "w (h:1)"
     assert rebuilt.retryable == error.retryable

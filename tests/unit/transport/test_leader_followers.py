@@ -1,4 +1,4 @@
-"""Whether what comes next may be expected to be brisk."""
+"""Whether the next request is expected to be fast enough to run inline."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ SLOW = 10 * INLINE_SECONDS
 
 
 def serve(policy: InlinePolicy, seconds: float) -> bool:
-    """Whether it was expected to be brisk, and so took its time here."""
+    """Whether the request ran inline, and so took its time there."""
     may_run_inline = policy.may_run_inline()
     if may_run_inline:
         policy.took(seconds)
     return may_run_inline
 
 
-def test_one_that_takes_long_by_chance_says_nothing() -> None:
+def test_a_single_slow_request_changes_nothing() -> None:
     policy = InlinePolicy()
     assert all(serve(policy, SLOW if number % 10 == 5 else 0.0) for number in range(100))
 
 
-def test_those_that_take_long_again_and_again_go_elsewhere() -> None:
+def test_repeatedly_slow_requests_run_on_other_threads() -> None:
     policy = InlinePolicy()
     here = sum(serve(policy, SLOW) for _ in range(1000))
     assert 2 <= here < 30
 
 
-def test_what_has_become_brisk_is_found_out() -> None:
+def test_requests_that_became_fast_run_inline_again() -> None:
     policy = InlinePolicy()
     for _ in range(1000):
         serve(policy, SLOW)

@@ -1,4 +1,4 @@
-"""Who copies what into shared memory, and that nothing is left lying."""
+"""Which thread copies which attachment into shared memory; no segment is left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL, LARGE = 1000, local_outbox._COPIED_BYTES + 1000
 
 @dataclass
 class Memory:
-    """What an attachment is read from, and by whom."""
+    """The memory of an attachment, and the threads that read it."""
 
     size: int
     when_read: Callable[[], None] = lambda: None
@@ -41,7 +41,7 @@ class Memory:
 
 
 class Ends:
-    """An outbox, and what comes out of it."""
+    """An outbox, and the socket that its frames arrive at."""
 
     def __init__(self) -> None:
         self.near, self.far = socket.socketpair()
@@ -56,7 +56,7 @@ class Ends:
         raise AssertionError(error)
 
     def next_frame(self) -> link_pb2.Frame:
-        """Of those that say something about segments."""
+        """The next frame that does not announce a segment."""
         self.far.settimeout(SECONDS)
         while True:
             while len(self._received) < 4 or len(self._received) < 4 + LENGTH.unpack_from(self._received)[0]:
@@ -91,7 +91,7 @@ def ends() -> Iterator[Ends]:
     eventually(lambda: "/memfd:gradwire" not in Path("/proc/self/maps").read_text())
 
 
-def test_small_ones_are_copied_by_the_thread_that_sends_them(ends: Ends) -> None:
+def test_small_attachments_are_copied_by_the_sending_thread(ends: Ends) -> None:
     memory = Memory(SMALL)
     for id in (1, 2, 3):
         ends.send(id, memory)
@@ -100,7 +100,7 @@ def test_small_ones_are_copied_by_the_thread_that_sends_them(ends: Ends) -> None
     assert memory.readers == [threading.current_thread().name] * 3
 
 
-def test_small_ones_leave_together_once_the_other_end_knows_their_segments(
+def test_small_attachments_are_written_together_once_their_segments_are_mapped(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for id in (1, 2, 3):
@@ -122,7 +122,7 @@ def test_small_ones_leave_together_once_the_other_end_knows_their_segments(
     assert len(writes) == 1
 
 
-def test_large_ones_are_copied_by_another(ends: Ends) -> None:
+def test_large_attachments_are_copied_by_the_background_thread(ends: Ends) -> None:
     memory = Memory(LARGE)
     ends.send(1, memory)
     ends.outbox.flush()
@@ -130,22 +130,24 @@ def test_large_ones_are_copied_by_another(ends: Ends) -> None:
     assert memory.readers == ["gradwire-copy"]
 
 
-def test_a_small_one_behind_a_large_one_arrives_too(ends: Ends) -> None:
+def test_a_small_attachment_behind_a_large_one_arrives(ends: Ends) -> None:
     for id, size in enumerate((SMALL, LARGE, SMALL, LARGE, SMALL), start=1):
         ends.send(id, Memory(size))
         ends.outbox.flush()
     assert sorted(ends.placed()[0] for _ in range(5)) == [1, 2, 3, 4, 5]
 
 
-def test_what_nobody_flushes_is_copied_all_the_same(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one who was to do so was interrupted."""
+def test_an_attachment_that_is_never_flushed_is_still_copied(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that was to flush it was interrupted."""
     monkeypatch.setattr(local_outbox, "_CHECK_SECONDS", 0.01)
     ends.send(1, Memory(SMALL))
     assert ends.placed()[0] == 1
 
 
-def test_an_interrupt_amid_a_copy_ends_the_stream(ends: Ends) -> None:
-    """It cannot be told what of it was done. All that matters is sent again over the next."""
+def test_an_interrupt_during_a_copy_ends_the_stream(ends: Ends) -> None:
+    """It is unknown how much was copied. The session sends what matters again over the next streams."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -158,7 +160,7 @@ def test_an_interrupt_amid_a_copy_ends_the_stream(ends: Ends) -> None:
     assert ends.far.recv(100) == b""
 
 
-def test_segments_are_returned_with_what_is_written_next(ends: Ends) -> None:
+def test_segments_are_returned_with_the_next_write(ends: Ends) -> None:
     ends.outbox.return_segment(7, SMALL)
     ends.outbox.return_segment(8, SMALL)
     ends.send(1, Memory(SMALL))
@@ -175,13 +177,13 @@ def test_segments_are_returned_if_nothing_is_written(ends: Ends, monkeypatch: py
 
 def test_large_segments_are_returned_at_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_outbox, "_CHECK_SECONDS", 3600.0)
-    ends.send(1, Memory(LARGE))  # so that its thread waits for as long from now on
+    ends.send(1, Memory(LARGE))  # so that the background thread waits this long from now on
     assert ends.placed()[0] == 1
     ends.outbox.return_segment(7, LARGE)
     assert list(ends.next_frame().returned.segments) == [7]
 
 
-def test_segments_are_used_again(ends: Ends) -> None:
+def test_segments_are_reused(ends: Ends) -> None:
     used = set()
     for id in range(1, 6):
         ends.send(id, Memory(SMALL))

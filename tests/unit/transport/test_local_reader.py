@@ -1,4 +1,4 @@
-"""Who reads a local connection, and that somebody always does."""
+"""Which thread reads a local connection, and that there always is one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Line:
 
 
 class Receiver:
-    """Settles the question that a frame names, and notes which thread did."""
+    """Settles the request that a frame names, and records which thread did."""
 
     def __init__(self) -> None:
         self.futures: dict[bytes, ResponseFuture] = {}
@@ -87,7 +87,7 @@ def call(line: Line, reader: LocalReader, receiver: Receiver, frame: bytes) -> N
     answering.join()
 
 
-def test_one_who_asks_again_and_again_reads_the_answers_itself() -> None:
+def test_a_caller_reads_its_own_responses() -> None:
     receiver = Receiver()
     with open_line(receiver) as (line, reader):
         for _ in range(200):
@@ -95,7 +95,7 @@ def test_one_who_asks_again_and_again_reads_the_answers_itself() -> None:
     assert receiver.threads.count(threading.current_thread().name) > 0
 
 
-def test_what_comes_unasked_is_read_soon_after() -> None:
+def test_unsolicited_frames_are_read_soon() -> None:
     receiver = Receiver()
     with open_line(receiver) as (line, reader):
         for number in range(20):
@@ -104,7 +104,7 @@ def test_what_comes_unasked_is_read_soon_after() -> None:
             eventually(lambda number=number: len(receiver.threads) == 2 * number + 2)  # type: ignore[misc]
 
 
-def test_a_deadline_ends_the_wait_of_the_one_who_reads() -> None:
+def test_a_deadline_wakes_the_reading_caller() -> None:
     receiver = Receiver()
     with open_line(receiver) as (line, reader):
         for _ in range(5):
@@ -116,7 +116,7 @@ def test_a_deadline_ends_the_wait_of_the_one_who_reads() -> None:
                 late.result(SECONDS)
 
 
-def test_many_who_wait_all_get_their_answers() -> None:
+def test_many_waiting_threads_get_their_responses() -> None:
     receiver = Receiver()
 
     def call_often(reader: LocalReader, line: Line, frame: bytes) -> None:
@@ -139,7 +139,7 @@ def test_many_who_wait_all_get_their_answers() -> None:
         assert len(done) == 800
 
 
-def test_the_end_is_noticed_by_the_one_who_reads() -> None:
+def test_the_reading_caller_notices_the_end() -> None:
     receiver = Receiver()
     line = Line()
     reader = LocalReader(line, receiver.receive)
@@ -150,12 +150,12 @@ def test_the_end_is_noticed_by_the_one_who_reads() -> None:
     reader.read_for(future)
     supervisor.join(SECONDS)
     assert not supervisor.is_alive()
-    assert not future.done()  # whoever keeps the link tells it
+    assert not future.done()  # the thread that supervises the link settles it
     reader.read_for(future)  # returns at once
     line._near.close()
 
 
-def test_another_stands_in_for_one_who_is_occupied() -> None:
+def test_a_follower_takes_over_from_a_busy_leader() -> None:
     receiver = Receiver()
     occupied, release = threading.Event(), threading.Event()
 
@@ -176,7 +176,7 @@ def test_another_stands_in_for_one_who_is_occupied() -> None:
     eventually(lambda: not any(thread.name == "gradwire-follower" for thread in threading.enumerate()))
 
 
-def test_answers_to_one_who_asks_much_are_read_all_the_same() -> None:
+def test_responses_are_read_while_many_requests_are_sent() -> None:
     receiver = Receiver()
     with open_line(receiver) as (line, reader):
         line.far.send(b"x")
@@ -190,8 +190,8 @@ def test_answers_to_one_who_asks_much_are_read_all_the_same() -> None:
         assert future.done()
 
 
-def test_one_who_never_reads_is_not_kept_waiting() -> None:
-    """Who awaits futures, say: the connection's own thread reads on and on."""
+def test_a_caller_that_never_reads_gets_its_responses() -> None:
+    """For example a caller that awaits futures: the background thread keeps reading."""
     receiver = Receiver()
     with open_line(receiver) as (line, reader):
         for _ in range(20):
@@ -202,8 +202,8 @@ def test_one_who_never_reads_is_not_kept_waiting() -> None:
             assert reader._leader is not None
 
 
-def test_one_who_waits_in_another_way_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After calls whose answers a thread read itself, and although nobody looks whether anybody reads."""
+def test_reading_in_the_background_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls whose responses the caller read itself, and without the help of the watchdog."""
     monkeypatch.setattr(local_reader, "watch", lambda _: None)
     monkeypatch.setattr(leader_followers, "_LIVENESS_SECONDS", SECONDS)
     receiver = Receiver()
@@ -215,10 +215,10 @@ def test_one_who_waits_in_another_way_is_not_kept_waiting(monkeypatch: pytest.Mo
             reader.read_in_background(future)
             line.far.send(b"b")
             assert future.result(SECONDS / 2).body == b"b"
-        reader.read_in_background(receiver.send_request(b"never"))  # so that somebody notices the end
+        reader.read_in_background(receiver.send_request(b"never"))  # so that a thread notices the end
 
 
-def test_answers_are_not_kept() -> None:
+def test_settled_futures_are_not_kept() -> None:
     receiver = Receiver()
     with open_line(receiver) as (line, reader):
         for _ in range(50):
@@ -239,8 +239,9 @@ def test_no_descriptor_is_left() -> None:
 
 
 def interrupted_at(number: int, code: CodeType, work: Callable[[], object]) -> bool:
-    """Interrupts some work where Python would, within a function, for the n-th time. Whether there is such a
-    place: interrupts take effect when a function begins, after a call and before a loop's next round."""
+    """Interrupts some work within a function at the n-th place where Python would. Returns
+    whether there is such a place: interrupts take effect when a function begins, after a call and
+    before a loop's next round."""
     places = itertools.count()
     names = {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
     previous = ""
@@ -272,7 +273,7 @@ def interrupted_at(number: int, code: CodeType, work: Callable[[], object]) -> b
 
 
 @pytest.mark.parametrize("function", [LocalReader.read_for, LocalReader._stop_reading_as_caller])
-def test_whoever_is_interrupted_anywhere_leaves_the_turn_to_others(function: FunctionType) -> None:
+def test_an_interrupted_caller_always_gives_up_the_lead(function: FunctionType) -> None:
     for number in itertools.count():
         receiver, line = Receiver(), Line()
         reader = LocalReader(line, receiver.receive)
@@ -293,7 +294,7 @@ def test_whoever_is_interrupted_anywhere_leaves_the_turn_to_others(function: Fun
     assert number >= 3  # there were places to interrupt
 
 
-def test_an_interrupt_while_an_answer_is_taken_in_loses_nothing() -> None:
+def test_an_interrupt_while_a_response_is_handled_loses_nothing() -> None:
     receiver, line = Receiver(), Line()
 
     def receive(frame: bytes) -> None:
@@ -311,5 +312,5 @@ def test_an_interrupt_while_an_answer_is_taken_in_loses_nothing() -> None:
     reader.read_for(own)
     assert own.result(SECONDS).body == b"b"
     line.far.close()
-    reader.run()  # returns when it has ended
+    reader.run()  # returns when the connection has ended
     line._near.close()

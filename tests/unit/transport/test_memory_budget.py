@@ -1,21 +1,21 @@
-"""The memory budget for large questions, of one link and of all."""
+"""The memory budget for large requests, of one link and of all links."""
 
 from __future__ import annotations
 
 from gradwire.transport.memory_budget import MemoryBudget, Quota
 
 
-def test_one_that_is_larger_than_everything_finds_room_when_it_is_alone() -> None:
+def test_a_request_larger_than_the_budget_fits_when_it_is_alone() -> None:
     quota = Quota(10, MemoryBudget(10))
     assert quota.take(1, 8)
-    assert quota.take(1, 8)  # another attachment of the same question
+    assert quota.take(1, 8)  # another attachment of the same request
     assert not quota.take(2, 1)
     quota.give_back(1)
     assert quota.take(2, 1)
     assert not quota.take(1, 10)
 
 
-def test_all_links_share_the_room() -> None:
+def test_all_links_share_the_budget() -> None:
     budget = MemoryBudget(10)
     one, other = Quota(8, budget), Quota(8, budget)
     assert one.take(1, 6)

@@ -1,4 +1,4 @@
-"""Small frames leave together and first; transfers take turns."""
+"""Small frames are written first and together; transfers alternate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def written(outbox: Outbox) -> list[tuple[int, int]]:
     return [(piece.transfer, piece.offset) for piece in pieces if piece is not None]
 
 
-def test_frames_that_wait_leave_as_one_envelope() -> None:
+def test_waiting_frames_are_written_as_one_envelope() -> None:
     outbox = Outbox()
     for id in (1, 2, 3):
         outbox.put(frames.cancel(id))
@@ -48,7 +48,7 @@ def test_frames_leave_before_transfers() -> None:
     assert written(outbox) == [(1, 0), (1, 10)]
 
 
-def test_transfers_take_turns_and_begin_in_order() -> None:
+def test_transfers_alternate_and_begin_in_order() -> None:
     outbox = Outbox()
     for id in (1, 2):
         outbox.put_transfer(transfer(id, 30))
@@ -89,7 +89,7 @@ def test_discarding_ends_at_once() -> None:
     assert list(outbox) == []
 
 
-def test_closing_wakes_who_waits() -> None:
+def test_closing_wakes_a_waiting_writer() -> None:
     outbox = Outbox()
     results: list[list[bytes]] = []
     waiting = threading.Thread(target=lambda: results.append(list(outbox)))

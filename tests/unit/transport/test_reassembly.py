@@ -1,4 +1,4 @@
-"""Chunks become attachments, and what makes no sense is refused before memory is set aside for it."""
+"""Chunks become attachments; invalid ones are refused before memory is allocated for them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_chunks_before_and_after_their_message_complete_it(reassembler: Reassemb
 @pytest.mark.parametrize(
     ("pieces", "complaint"),
     [
-        ([(1, 0, 4, b"abcde")], "bytes 0 to 5 came where 0 of 4"),
-        ([(1, 0, 4, b"ab"), (1, 3, 4, b"d")], "bytes 3 to 4 came where 2 of 4"),
-        ([(1, 0, 4, b"ab"), (1, 0, 4, b"ab")], "bytes 0 to 2 came where 2 of 4"),
-        ([(1, 0, 4, b"ab"), (1, 2, 4, b"cde")], "bytes 2 to 5 came where 2 of 4"),
-        ([(1, 0, 4, b"")], "bytes 0 to 0 came where 0 of 4"),
-        ([(1, 0, 4, b"abcd"), (1, 4, 4, b"e")], "bytes 4 to 5 came where 4 of 4"),
+        ([(1, 0, 4, b"abcde")], "bytes 0 to 5 arrived after 0 of 4"),
+        ([(1, 0, 4, b"ab"), (1, 3, 4, b"d")], "bytes 3 to 4 arrived after 2 of 4"),
+        ([(1, 0, 4, b"ab"), (1, 0, 4, b"ab")], "bytes 0 to 2 arrived after 2 of 4"),
+        ([(1, 0, 4, b"ab"), (1, 2, 4, b"cde")], "bytes 2 to 5 arrived after 2 of 4"),
+        ([(1, 0, 4, b"")], "bytes 0 to 0 arrived after 0 of 4"),
+        ([(1, 0, 4, b"abcd"), (1, 4, 4, b"e")], "bytes 4 to 5 arrived after 4 of 4"),
         ([(1, 2, 4, b"cd")], "lacks its first 2 bytes"),
         ([(2, 0, 1, b"x"), (1, 0, 1, b"x")], "began twice, or out of order"),
         ([(0, 0, 1, b"x")], "began twice, or out of order"),
@@ -99,25 +99,27 @@ def test_a_transfer_belongs_to_one_message(reassembler: Reassembler) -> None:
         reassembler.message((False, 2), [1], REQUEST)
 
 
-def test_a_transfer_that_will_not_come_cannot_be_waited_for(reassembler: Reassembler) -> None:
+def test_a_message_cannot_name_a_transfer_that_will_never_arrive(reassembler: Reassembler) -> None:
     reassembler.chunk(chunk(5, 0, 1, b"x"))
-    with pytest.raises(MalformedMessage, match="transfer 3 was named as an attachment, but will not come"):
+    with pytest.raises(
+        MalformedMessage, match="transfer 3 was named as an attachment, but will never arrive"
+    ):
         reassembler.message((False, 1), [3], REQUEST)
 
 
-def test_requests_come_in_order(reassembler: Reassembler) -> None:
+def test_requests_must_arrive_in_order(reassembler: Reassembler) -> None:
     reassembler.message((False, 2), [], REQUEST)
-    with pytest.raises(MalformedMessage, match="request 1 came after request 2"):
+    with pytest.raises(MalformedMessage, match="request 1 arrived after request 2"):
         reassembler.message((False, 1), [], REQUEST)
 
 
-def test_a_second_answer_to_one_question_is_refused(reassembler: Reassembler) -> None:
+def test_a_second_response_to_a_request_is_refused(reassembler: Reassembler) -> None:
     reassembler.message((True, 1), [1], link_pb2.Response(id=1))
-    with pytest.raises(MalformedMessage, match="a second answer"):
+    with pytest.raises(MalformedMessage, match="a second response"):
         reassembler.message((True, 1), [2], link_pb2.Response(id=1))
 
 
-def test_what_was_skipped_is_thrown_away_when_it_comes(reassembler: Reassembler) -> None:
+def test_skipped_attachments_are_discarded_as_they_arrive(reassembler: Reassembler) -> None:
     reassembler.skip((False, 1), [1, 2])
     for transfer in (1, 2):
         assert reassembler.chunk(chunk(transfer, 0, 4, b"ab")) is None
@@ -126,20 +128,20 @@ def test_what_was_skipped_is_thrown_away_when_it_comes(reassembler: Reassembler)
     assert reassembler._unwanted == set()
 
 
-def test_what_is_remembered_of_cancellations_is_bounded(reassembler: Reassembler) -> None:
+def test_the_memory_of_cancellations_is_bounded(reassembler: Reassembler) -> None:
     reassembler.MAX_EXPECTED = 10  # type: ignore[misc]
     for id in range(1, 11):
         reassembler.drop((False, id))
     with pytest.raises(ResourceExhausted):
         reassembler.drop((False, 11))
-    # Requests come in order: those before this one never will.
+    # Requests arrive in order: those before this one never will.
     assert reassembler.message((False, 10), [], REQUEST) is None
     for id in range(11, 21):
         reassembler.drop((False, id))
     assert reassembler._cancelled == set(range(11, 21))
 
 
-def test_what_has_half_come_goes_with_the_streams() -> None:
+def test_incomplete_messages_are_freed_with_the_streams() -> None:
     reassembler = Reassembler(1 << 30)
     idle = buffers._buffers.idle_bytes
     reassembler.message((False, 1), [1], REQUEST)
@@ -149,7 +151,7 @@ def test_what_has_half_come_goes_with_the_streams() -> None:
     reassembler.close()
     assert reassembler.held == 0
     assert (reassembler._transfers, reassembler._waiting, reassembler._wanted_by) == ({}, {}, {})
-    # Back to the system: it is not kept for later, since nothing of the kind may ever come.
+    # The memory goes back to the system rather than to the pool: it may never be needed again.
     assert buffers._buffers.idle_bytes <= idle
 
 
@@ -161,13 +163,13 @@ def test_only_so_many_attachments_begin_at_a_time(reassembler: Reassembler) -> N
         reassembler.chunk(chunk(11, 0, 2, b"x"))
 
 
-def test_what_is_kept_for_no_message_is_counted_as_the_memory_that_it_takes() -> None:
+def test_orphans_count_as_the_memory_that_they_take() -> None:
     reassembler = Reassembler(1 << 30, Quota(40_960, MemoryBudget()), orphan_timeout=0.01)
     for transfer in range(1, 11):
         reassembler.chunk(chunk(transfer, 0, 2 << 20, b"x"))
     with pytest.raises(MalformedMessage, match="belongs to no message"):
         reassembler.chunk(chunk(11, 0, 2 << 20, b"x"))
-    # What finds its message, or is not wanted, no longer counts.
+    # Transfers that were claimed by a message, or are unwanted, no longer count.
     reassembler.message((False, 1), [1, 2], REQUEST)
     reassembler.skip((True, 1), [3])
     assert reassembler._orphan_bytes == 7 * 4096
@@ -175,26 +177,26 @@ def test_what_is_kept_for_no_message_is_counted_as_the_memory_that_it_takes() ->
         reassembler.chunk(chunk(transfer, 0, 2 << 20, b"x"))
 
 
-def test_more_than_there_is_room_for_waits_for_its_message() -> None:
+def test_an_orphan_over_the_quota_waits_for_its_message() -> None:
     reassembler = Reassembler(1000, Quota(10, MemoryBudget()), orphan_timeout=20.0)
     assert reassembler.chunk(chunk(1, 0, 20, b"0123456789")) is None
     with ThreadPoolExecutor() as pool:
         rest = pool.submit(reassembler.chunk, chunk(1, 10, 20, b"0123456789"))
-        # Larger than all the room, but alone.
+        # Larger than the whole quota, but alone.
         assert reassembler.message((False, 1), [1], Request(id=1)) is None
         complete = rest.result(20)
     assert complete is not None
     assert bytes(complete[1][0]) == b"0123456789" * 2  # type: ignore[index]
 
 
-def test_more_than_there_is_room_for_without_a_message_is_refused() -> None:
+def test_an_orphan_over_the_quota_without_a_message_is_refused() -> None:
     reassembler = Reassembler(1000, Quota(10, MemoryBudget()), orphan_timeout=0.01)
     reassembler.chunk(chunk(1, 0, 20, b"0123456789"))
     with pytest.raises(MalformedMessage, match="belongs to no message"):
         reassembler.chunk(chunk(1, 10, 20, b"0123456789"))
 
 
-def test_nobody_waits_for_a_message_once_the_streams_have_ended() -> None:
+def test_an_orphan_stops_waiting_when_the_streams_end() -> None:
     reassembler = Reassembler(1000, Quota(10, MemoryBudget()), orphan_timeout=600.0)
     reassembler.chunk(chunk(1, 0, 20, b"0123456789"))
     with ThreadPoolExecutor() as pool:
@@ -217,12 +219,12 @@ def test_a_large_body_counts_as_attachments_do() -> None:
     assert reassembler.held == 0
     quota.give_back(2)
     assert reassembler.message((False, 5), [], Request(id=5, body=large.body)) is not None
-    # Answers were asked for.
+    # Responses are exempt: this peer requested them.
     response = Response(id=1, body=large.body)
     assert reassembler.message((True, 1), [], response) == (response, ())
 
 
-def test_what_has_no_room_is_refused_and_the_rest_of_it_ignored() -> None:
+def test_a_request_over_the_quota_is_refused_and_its_rest_ignored() -> None:
     quota = Quota(10, MemoryBudget())
     reassembler = Reassembler(1000, quota)
     assert reassembler.message((False, 1), [1], Request(id=1)) is None
@@ -233,7 +235,7 @@ def test_what_has_no_room_is_refused_and_the_rest_of_it_ignored() -> None:
     assert reassembler.chunk(chunk(2, 4, 8, b"4567")) is None
     assert reassembler.chunk(chunk(3, 0, 8, b"01234567")) is None
     assert reassembler.held == 4
-    # Answers were asked for.
+    # Responses are exempt: this peer requested them.
     assert reassembler.message((True, 1), [4], Response(id=1)) is None
     assert reassembler.chunk(chunk(4, 0, 20, b"0123")) is None
     reassembler.close()

@@ -1,4 +1,4 @@
-"""`ResponseFuture` is a `concurrent.futures.Future` to everybody who knows one."""
+"""`ResponseFuture` behaves like any `concurrent.futures.Future`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gradwire.errors import GradwireError, WorkerLost
 from gradwire.transport import Payload, ResponseFuture
 
 SECONDS = 20.0
-ANSWER = Payload(b"answer")
+RESPONSE = Payload(b"response")
 Outcome = Payload | GradwireError
 
 
-@pytest.fixture(params=[ANSWER, WorkerLost("gone")], ids=["answer", "error"])
+@pytest.fixture(params=[RESPONSE, WorkerLost("gone")], ids=["response", "error"])
 def outcome(request: pytest.FixtureRequest) -> Outcome:
     return request.param
 
@@ -32,7 +32,7 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_what_was_settled_before_anybody_asks(outcome: Outcome) -> None:
+def test_an_outcome_that_was_set_before_it_is_read(outcome: Outcome) -> None:
     future = ResponseFuture()
     assert not future.done()
     assert future.settle(outcome)
@@ -41,7 +41,7 @@ def test_what_was_settled_before_anybody_asks(outcome: Outcome) -> None:
     assert read(future) is outcome
 
 
-def test_who_waits_is_woken(outcome: Outcome) -> None:
+def test_a_waiting_thread_is_woken(outcome: Outcome) -> None:
     future, found = ResponseFuture(), []
     waits = threading.Event()
 
@@ -65,9 +65,9 @@ def test_waiting_has_an_end() -> None:
         future.exception(0.01)
 
 
-def test_several_are_waited_for_as_they_come(outcome: Outcome) -> None:
+def test_several_futures_complete_in_any_order(outcome: Outcome) -> None:
     futures = [ResponseFuture() for _ in range(3)]
-    futures[0].settle(ANSWER)
+    futures[0].settle(RESPONSE)
     as_completed = concurrent.futures.as_completed(futures, SECONDS)
     assert next(as_completed) is futures[0]
     thread = in_thread(lambda: futures[2].settle(outcome))
@@ -84,17 +84,17 @@ def test_several_are_waited_for_as_they_come(outcome: Outcome) -> None:
 def test_the_first_outcome_counts(outcome: Outcome) -> None:
     future = ResponseFuture()
     future.settle(outcome)
-    assert not future.settle(ANSWER)
+    assert not future.settle(RESPONSE)
     assert not future.cancel()
     assert read(future) is outcome
 
 
-def test_an_answer_that_comes_when_it_was_cancelled_is_shown_to_who_asked() -> None:
+def test_a_response_after_a_cancellation_goes_to_on_discarded() -> None:
     future, on_discarded = ResponseFuture(), []
     future.on_discarded = on_discarded.append
     assert future.cancel()
-    assert not future.settle(ANSWER)
-    assert on_discarded == [ANSWER]
+    assert not future.settle(RESPONSE)
+    assert on_discarded == [RESPONSE]
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(SECONDS)
 

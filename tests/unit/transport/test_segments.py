@@ -1,4 +1,5 @@
-"""Shared memory between two ends: used again only when nothing looks at it any more, and never trusted."""
+"""Shared memory between two peers: reused only when no view of it is left, and
+checked before it is trusted."""
 
 from __future__ import annotations
 
@@ -17,23 +18,23 @@ MIB = 1 << 20
 
 
 class Pair:
-    """A lender and a borrower, without a socket between."""
+    """The pool of a sender and the mapped segments of its receiver, without a socket between."""
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self.segment_pool = SegmentPool(max_bytes)
         unused = self.unused = list[int]()
-        # Without a cycle, which would keep all that is mapped until the collector comes.
-        self.borrowed = MappedSegments(max_bytes, lambda id, _: unused.append(id))
+        # Without a reference cycle, which would keep the mappings until the garbage collector runs.
+        self.mapped = MappedSegments(max_bytes, lambda id, _: unused.append(id))
 
     def pass_on(self, content: bytes) -> tuple[int, segments.Buffer]:
-        """The segment's id, and what the borrower sees."""
+        """The segment's id, and the memory that the receiver sees."""
         segment = self.segment_pool.take(len(content))
         assert segment is not None
         if segment.descriptor is not None:
-            self.borrowed.map(segment.id, segment.size, os.dup(segment.descriptor))
+            self.mapped.map(segment.id, segment.size, os.dup(segment.descriptor))
             segment.close_descriptor()
         segment.write(0, memoryview(content))
-        return segment.id, self.borrowed.use(segment.id, len(content))
+        return segment.id, self.mapped.use(segment.id, len(content))
 
     def settle(self) -> None:
         gc.collect()
@@ -41,7 +42,7 @@ class Pair:
         self.unused.clear()
 
 
-def test_what_was_written_is_seen_and_the_segment_is_used_again() -> None:
+def test_the_receiver_sees_the_content_and_the_segment_is_reused() -> None:
     pair = Pair()
     first, seen = pair.pass_on(b"a" * MIB)
     assert seen.tobytes() == b"a" * MIB
@@ -78,7 +79,7 @@ def test_any_view_keeps_the_segment(view_of: object) -> None:
     assert id in pair.unused
 
 
-def test_room_is_limited_over_all_links_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_holds_over_all_links_and_closing_frees_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_total", segments._Total())
     one, other = Pair(8 * MIB), Pair(8 * MIB)
     taken = [one.segment_pool.take(2 * MIB) for _ in range(3)]
@@ -90,23 +91,23 @@ def test_room_is_limited_over_all_links_and_comes_back(monkeypatch: pytest.Monke
     other.segment_pool.close()
 
 
-def test_idle_segments_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_segments_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     id, seen = pair.pass_on(b"a" * MIB)
     monkeypatch.setattr(segments, "_IDLE_SECONDS", 0.0)
-    assert pair.segment_pool.trim() == []  # it is in use
+    assert pair.segment_pool.trim() == []  # the segment is in use
     del seen
     pair.settle()
     assert pair.segment_pool.trim() == [id]
-    pair.borrowed.drop([id])
+    pair.mapped.drop([id])
     with pytest.raises(MalformedMessage):
-        pair.borrowed.use(id, 1)
+        pair.mapped.use(id, 1)
 
 
-def test_what_was_received_outlives_the_link() -> None:
+def test_received_memory_outlives_the_link() -> None:
     pair = Pair()
     id, seen = pair.pass_on(b"a" * MIB)
-    pair.borrowed.drop([id])
+    pair.mapped.drop([id])
     pair.segment_pool.close()
     del pair
     gc.collect()
@@ -117,32 +118,32 @@ def test_a_segment_is_not_filled_while_it_is_in_use() -> None:
     pair = Pair()
     id, seen = pair.pass_on(b"a" * MIB)
     with pytest.raises(MalformedMessage, match="in use"):
-        pair.borrowed.use(id, MIB)
-    with pytest.raises(MalformedMessage, match="no such room"):
-        pair.borrowed.use(id + 1, 1)
+        pair.mapped.use(id, MIB)
+    with pytest.raises(MalformedMessage, match="does not fit"):
+        pair.mapped.use(id + 1, 1)
     del seen
     gc.collect()
-    with pytest.raises(MalformedMessage, match="no such room"):
-        pair.borrowed.use(id, 2 * MIB)
-    with pytest.raises(MalformedMessage, match="not lent"):
+    with pytest.raises(MalformedMessage, match="does not fit"):
+        pair.mapped.use(id, 2 * MIB)
+    with pytest.raises(MalformedMessage, match="not in use"):
         pair.segment_pool.give_back([99])
 
 
-def test_memory_that_could_be_cut_short_is_refused() -> None:
-    borrowed = MappedSegments(1 << 30, lambda *_: None)
+def test_memory_that_could_be_shrunk_is_refused() -> None:
+    mapped = MappedSegments(1 << 30, lambda *_: None)
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, MIB)
     with pytest.raises(MalformedMessage, match="sealed"):
-        borrowed.map(1, MIB, unsealed)
+        mapped.map(1, MIB, unsealed)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(unsealed)  # it was closed
+        os.fstat(unsealed)  # the descriptor was closed
     with pytest.raises(MalformedMessage, match="sealed"):
-        borrowed.map(1, MIB, os.open("/dev/zero", os.O_RDWR))
+        mapped.map(1, MIB, os.open("/dev/zero", os.O_RDWR))
     segment = SegmentPool(1 << 30).take(MIB)
     assert segment is not None
     assert segment.descriptor is not None
     with pytest.raises(MalformedMessage, match="sealed"):
-        borrowed.map(1, 2 * MIB, os.dup(segment.descriptor))
-    with pytest.raises(MalformedMessage, match="not wanted"):
-        borrowed.map(1, 1 << 31, os.dup(segment.descriptor))
+        mapped.map(1, 2 * MIB, os.dup(segment.descriptor))
+    with pytest.raises(MalformedMessage, match="already mapped or exceeds"):
+        mapped.map(1, 1 << 31, os.dup(segment.descriptor))
     segment.close_descriptor()

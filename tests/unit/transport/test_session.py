@@ -1,4 +1,4 @@
-"""Conversations whose streams are carried by hand, so that every order of events can be had."""
+"""Sessions whose frames the test delivers itself, so that every order of events can be tested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = LinkSettings(chunk_bytes=10)
 
 
 class Pair:
-    """Two sessions; nothing moves unless it is told to."""
+    """Two sessions; frames are delivered only when the test says so."""
 
     def __init__(self) -> None:
         self.here, self.there = Peer("here"), Peer("there")
@@ -46,16 +46,16 @@ class Pair:
         self.right.attach(self.right_streams)
 
     def control_to_right(self, limit: int = 1000) -> int:
-        return carry(self.left_streams.control, self.right, self.right_streams, limit)
+        return deliver(self.left_streams.control, self.right, self.right_streams, limit)
 
     def bulk_to_right(self, limit: int = 1000) -> int:
-        return carry(self.left_streams.bulk, self.right, self.right_streams, limit)
+        return deliver(self.left_streams.bulk, self.right, self.right_streams, limit)
 
     def control_to_left(self, limit: int = 1000) -> int:
-        return carry(self.right_streams.control, self.left, self.left_streams, limit)
+        return deliver(self.right_streams.control, self.left, self.left_streams, limit)
 
     def bulk_to_left(self, limit: int = 1000) -> int:
-        return carry(self.right_streams.bulk, self.left, self.left_streams, limit)
+        return deliver(self.right_streams.bulk, self.left, self.left_streams, limit)
 
     def run(self) -> None:
         while sum(
@@ -64,7 +64,7 @@ class Pair:
             pass
 
 
-def carry(outbox: Outbox, there: Session, received: Streams, limit: int) -> int:
+def deliver(outbox: Outbox, there: Session, received: Streams, limit: int) -> int:
     count = 0
     while count < limit and (outbox._frames or outbox._transfers):
         there.receive(next(outbox), received)
@@ -77,40 +77,40 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_a_question_sent_again_with_its_attachments_runs_once_even_if_the_answer_overtakes_them(
+def test_a_request_sent_again_runs_once_even_if_the_response_overtakes_its_attachments(
     pair: Pair,
 ) -> None:
     future = pair.left.send_request(PING, b"once", [Memory(bytes(100))])
     pair.control_to_right()
     pair.bulk_to_right()
     assert pair.there.received == [b"once"]
-    pair.reconnect()  # the answer was lost; question and answer are sent again
+    pair.reconnect()  # the response was lost; request and response are sent again
     pair.control_to_right()
     pair.control_to_left()
     pair.bulk_to_left()
     assert future.done()
-    pair.control_to_right()  # the acknowledgement: the right end forgets the question ...
+    pair.control_to_right()  # the acknowledgement: the right peer forgets the request ...
     assert pair.right._inbound_calls == {}
-    pair.bulk_to_right()  # ... and only then its attachments come again
+    pair.bulk_to_right()  # ... and only then the request's attachments arrive again
     pair.run()
     assert pair.there.received == [b"once"]
     assert pair.right_streams.reassembler.held == 0
 
 
-def test_what_replaced_streams_still_deliver_is_ignored(pair: Pair) -> None:
-    future = pair.left.send_request(PING, b"question")
+def test_frames_from_replaced_streams_are_ignored(pair: Pair) -> None:
+    future = pair.left.send_request(PING, b"request")
     late = next(pair.left_streams.control)
     stale = pair.right_streams
     pair.reconnect()
     pair.right.receive(late, stale)
     assert pair.there.received == []
     pair.run()
-    assert pair.there.received == [b"question"]
-    assert future.result(0).body == b"question"
+    assert pair.there.received == [b"request"]
+    assert future.result(0).body == b"request"
 
 
-def test_an_answer_on_replaced_streams_is_ignored_and_comes_again(pair: Pair) -> None:
-    future = pair.left.send_request(PING, b"question", [Memory(bytes(30))])
+def test_a_response_on_replaced_streams_is_ignored_and_sent_again(pair: Pair) -> None:
+    future = pair.left.send_request(PING, b"request", [Memory(bytes(30))])
     pair.control_to_right()
     pair.bulk_to_right()
     response, stale = next(pair.right_streams.control), pair.left_streams
@@ -124,7 +124,7 @@ def test_an_answer_on_replaced_streams_is_ignored_and_comes_again(pair: Pair) ->
     assert set(pair.right._inbound_calls) <= {2}
 
 
-def test_an_acknowledgement_that_was_lost_is_given_again(pair: Pair) -> None:
+def test_an_acknowledgement_that_was_lost_is_sent_again(pair: Pair) -> None:
     future = pair.left.send_request(PING, b"q", [Memory(bytes(30))])
     pair.control_to_right()
     pair.bulk_to_right()
@@ -138,7 +138,7 @@ def test_an_acknowledgement_that_was_lost_is_given_again(pair: Pair) -> None:
     assert pair.left_streams.reassembler.held == 0
 
 
-def test_a_cancellation_that_overtakes_its_question_keeps_it_from_running(pair: Pair) -> None:
+def test_a_cancellation_that_overtakes_its_request_keeps_it_from_running(pair: Pair) -> None:
     future = pair.left.send_request(PING, b"unwanted", [Memory(bytes(100))])
     pair.bulk_to_right(3)
     future.cancel()
@@ -162,7 +162,7 @@ def test_a_cancellation_before_the_first_chunk_leaves_nothing_behind(pair: Pair)
     assert pair.right_streams.reassembler._unwanted == set()
 
 
-def test_an_answer_for_nobody_is_dropped_whatever_its_chunks_do(pair: Pair) -> None:
+def test_an_unwanted_response_is_dropped_with_its_chunks(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
     pair.there.respond = server_calls.append
     future = pair.left.send_request(PING, b"")
@@ -177,7 +177,7 @@ def test_an_answer_for_nobody_is_dropped_whatever_its_chunks_do(pair: Pair) -> N
     assert not pair.right_streams.bulk._transfers
 
 
-def test_what_is_asked_while_the_streams_are_cut_is_sent_over_the_next(pair: Pair) -> None:
+def test_requests_during_a_cut_are_sent_over_the_next_streams(pair: Pair) -> None:
     pair.left.detach(pair.left_streams)
     future = pair.left.send_request(PING, b"patience")
     withdrawn = pair.left.send_request(PING, b"withdrawn")
@@ -199,7 +199,7 @@ def test_a_cancellation_that_was_lost_in_a_cut_is_sent_again(pair: Pair) -> None
     assert server_calls[0].cancelled
 
 
-def test_what_is_cancelled_while_the_streams_are_cut_is_told_over_the_next(pair: Pair) -> None:
+def test_cancellations_during_a_cut_are_sent_over_the_next_streams(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
     pair.there.respond = server_calls.append
     future = pair.left.send_request(PING, b"", [Memory(bytes(30))])
@@ -214,7 +214,7 @@ def test_what_is_cancelled_while_the_streams_are_cut_is_told_over_the_next(pair:
     assert pair.left._withdrawn == {}
 
 
-def test_a_cancelled_question_is_remembered_until_it_is_answered(pair: Pair) -> None:
+def test_a_cancelled_request_is_remembered_until_its_response(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
     pair.there.respond = server_calls.append
     pair.left.send_request(PING, b"").cancel()
@@ -225,13 +225,13 @@ def test_a_cancelled_question_is_remembered_until_it_is_answered(pair: Pair) -> 
     assert pair.left._withdrawn == {}
 
 
-def test_what_is_remembered_of_withdrawn_questions_is_bounded(pair: Pair) -> None:
+def test_the_memory_of_withdrawn_requests_is_bounded(pair: Pair) -> None:
     for _ in range(1500):
         pair.left.send_request(PING, b"", [Memory(bytes(30))]).cancel()
     assert list(pair.left._withdrawn) == list(range(501, 1501))
 
 
-def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> None:
+def test_an_acknowledgement_without_a_response_is_ignored(pair: Pair) -> None:
     server_calls: list[ServerCall] = []
     pair.there.respond = server_calls.append
     future = pair.left.send_request(PING, b"")
@@ -239,13 +239,13 @@ def test_an_acknowledgement_of_what_was_not_answered_is_ignored(pair: Pair) -> N
     pair.right.receive(
         frames.envelope(link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=[1]))), pair.right_streams
     )
-    server_calls[0].respond(b"answer")
+    server_calls[0].respond(b"response")
     pair.run()
-    assert future.result(0).body == b"answer"
+    assert future.result(0).body == b"response"
 
 
-def test_an_answer_that_comes_late_is_too_late(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the timer that should say so is later still."""
+def test_a_response_after_the_deadline_is_discarded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the deadline's timer is later still."""
     monkeypatch.setattr(session, "call_later", lambda _, callback: call_later(3600.0, callback))
     on_discarded: list[object] = []
     future = ResponseFuture()
@@ -253,7 +253,7 @@ def test_an_answer_that_comes_late_is_too_late(pair: Pair, monkeypatch: pytest.M
     pair.left.send_request(PING, b"", timeout=0.001, future=future)
     time.sleep(0.002)
     pair.run()
-    with pytest.raises(errors.DeadlineExceeded, match="did not answer within"):
+    with pytest.raises(errors.DeadlineExceeded, match="did not respond within"):
         future.result(0)
     assert len(on_discarded) == 1
 
@@ -266,13 +266,13 @@ def test_acknowledgements_do_not_pile_up(pair: Pair) -> None:
         assert len(pair.left._to_acknowledge) <= 32
 
 
-def test_a_large_answer_is_acknowledged_at_once(pair: Pair) -> None:
+def test_a_large_response_is_acknowledged_at_once(pair: Pair) -> None:
     pair.left.send_request(PING, bytes(100_000))
     pair.run()
     assert pair.right._inbound_calls == {}
 
 
-def test_answers_count_as_delivered_when_they_are_acknowledged(pair: Pair) -> None:
+def test_responses_count_as_delivered_when_they_are_acknowledged(pair: Pair) -> None:
     pair.left.send_request(PING, b"", [Memory(bytes(100))])
     pair.control_to_right()
     pair.bulk_to_right()
@@ -313,13 +313,13 @@ def test_a_request_that_comes_twice_over_the_same_streams_breaks_the_protocol(pa
     pair.left.send_request(PING, b"once")
     data = next(pair.left_streams.control)
     pair.right.receive(data, pair.right_streams)
-    with pytest.raises(errors.MalformedMessage, match="request 1 came after request 1"):
+    with pytest.raises(errors.MalformedMessage, match="request 1 arrived after request 1"):
         pair.right.receive(data, pair.right_streams)
     assert pair.there.received == [b"once"]
 
 
 class Watched:
-    """A message that counts how often its body, or that of a message in it, is looked at."""
+    """A message that counts how often its body, or that of a message in it, is read."""
 
     def __init__(self, message: Any, copies: list[int]) -> None:
         self._message = message
@@ -340,14 +340,14 @@ class Watched:
 def test_a_body_is_copied_out_of_its_message_once(
     pair: Pair, attached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """protobuf copies it each time that it is looked at, be it for its length."""
+    """protobuf copies the body each time that it is read, even for its length."""
     copies: list[int] = []
     parse = frames.parse
     monkeypatch.setattr(frames, "parse", lambda data: [Watched(frame, copies) for frame in parse(data)])
     attachments = [Memory(b"x" * 25)] if attached else []
     body = b"q" * (100 << 10)
     future = pair.left.send_request(PING, body, attachments)
-    pair.run()  # it is answered with the same
+    pair.run()  # the response has the same body
     assert pair.there.received == [body]
     assert future.result(0).body == body
     assert copies == [len(body), len(body)]

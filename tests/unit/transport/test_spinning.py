@@ -1,4 +1,4 @@
-"""Looking before sleeping: bounded, given up where it is of no use, one thread at a time."""
+"""Polling before sleeping: bounded, skipped where it was useless, one thread at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradwire.transport import spinning
 from gradwire.transport.spinning import Spinning
 
 STEP = 0.00001
-"""How long a look takes, by a clock that only looks move on."""
+"""How long a poll takes, by a clock that only polls advance."""
 
 
 class Looks:
-    """Stands for `select.poll`."""
+    """Replaces `select.poll`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -35,7 +35,7 @@ class Looks:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     looks = Looks()
-    # Not the clock of the whole process, which others rely on.
+    # Not the clock of the whole process, which other code relies on.
     monkeypatch.setattr(spinning, "time", SimpleNamespace(monotonic=lambda: looks.now))
     return looks
 
@@ -71,7 +71,7 @@ def test_where_it_is_of_use_again_it_is_tried_every_time(looks: Looks) -> None:
     looks.comes_after = looks.count + 1
     while looks.count < looks.comes_after:
         spin()
-    assert looked(looks, spin) == 0  # it was there already: nothing was gained
+    assert looked(looks, spin) == 0  # the data was there already: nothing was gained
     looks.comes_after = looks.count + 2
     while looks.count < looks.comes_after:
         spin()
