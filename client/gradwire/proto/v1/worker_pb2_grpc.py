@@ -76,7 +76,7 @@ class WorkerServicer(object):
     """
 
     def Link(self, request_iterator, context):
-        """A long-lived session in which both ends may ask.
+        """A long-lived session in which either peer may send requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
