@@ -98,12 +98,12 @@ class GrpcLink(Session):
             self._wait_for_ready = wait_for_ready
         self.when_ended(self._on_end)
         self._supervisor.start()
-        connect_timeout = self._connect_timeout + _HANDSHAKE_SECONDS
-        if time_left is not None and time_left < connect_timeout:
+        longest_wait = self._connect_timeout + _HANDSHAKE_SECONDS
+        if time_left is not None and time_left < longest_wait:
             if not self._connected.wait(time_left):
                 error = f"no time left to wait for {self.target} to respond"
                 self.abort(DeadlineExceeded(error, worker=self.target))
-        elif not self._connected.wait(connect_timeout):
+        elif not self._connected.wait(longest_wait):
             self.abort(self._unreachable_error("connecting got stuck"))
         if self._ended is not None:
             self._join_supervisor()
