@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import inspect
@@ -91,7 +92,7 @@ def _is_there(dotted: str) -> bool:
     first = ALIASES.get(first, first)
     if first in VARIABLES:
         return _words().issuperset(rest)
-    if first in ("multiprocessing", "torch"):
+    if first in ("concurrent", "multiprocessing", "torch", "typer"):
         return pkgutil.resolve_name(dotted) is not None
     names = [first, *rest]
     for path, module in _modules().items():
@@ -126,8 +127,8 @@ def _fault(span: str) -> str | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_is_there(page: Path) -> None:
-    faults = {span: fault for span in _spans(page) if (fault := _fault(span)) is not None}
-    assert not faults
+    faults = [f"{span}: {fault}" for span in _spans(page) if (fault := _fault(span)) is not None]
+    assert not faults, "\n".join(faults)
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
@@ -161,3 +162,45 @@ def test_every_page_that_is_linked_from_a_decision_exists() -> None:
 def test_lines_have_at_most_120_characters(page: Path) -> None:
     lines = enumerate(page.read_text().splitlines(), 1)
     assert not [number for number, line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def _sources() -> list[Path]:
+    packages = (ROOT / "client" / "gradwire", ROOT / "server" / "gradwire_server")
+    return [path for package in packages for path in package.rglob("*.py") if "_pb2" not in path.name]
+
+
+def test_every_thread_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = r"""(?:\bname ?= ?f?|DaemonThreads\()"(gradwire[\w-]*)(?:\{role\}-\{)?"""
+    missing = [
+        (source.name, name)
+        for source in _sources()
+        if "Thread" in source.read_text()
+        for name in re.findall(named, source.read_text())
+        if name not in ("gradwire-server", "gradwire-") and f"`{name}" not in page
+    ]
+    assert not missing
+
+
+def _locks(source: Path) -> set[str]:
+    """The locks that a module makes, as `Class.attribute` or `module.name`. Not conditions on other locks."""
+    found = set()
+
+    def visit(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Assign) and isinstance(child.value, ast.Call):
+                made = ast.unparse(child.value)
+                if re.match(r"threading\.(R?Lock\(\)|Condition\((threading\..*)?\)$)", made):
+                    for target in child.targets:
+                        found.add(f"{owner}.{ast.unparse(target).removeprefix('self.')}")
+            visit(child, child.name if isinstance(child, ast.ClassDef) else owner)
+
+    visit(ast.parse(source.read_text()), source.stem)
+    return found
+
+
+def test_every_lock_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    locks = {lock for source in _sources() for lock in _locks(source)}
+    assert len(locks) > 30
+    assert not sorted(lock for lock in locks if f"`{lock}`" not in page)
