@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["SuspendedBackward", "SuspendedCall", "add_injector", "chain_barriers"]
 
 Items = Sequence[tuple[SentResults, Gradients]]
+Answer = tuple[Contributions, bool]
+"""What has been contributed, and whether the backward is suspended until more gradients come."""
 
 _LIVENESS_SECONDS = 1.0
 """How often a backward that waits checks that its requester is still there."""
@@ -137,7 +139,7 @@ class SuspendedBackward:
         self.server_call = call
         self._engine = weakref.proxy(engine)
         self._run = run
-        self._inbox: SimpleQueue[tuple[Items, Future[Contributions]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Items, Future[Answer]] | None] = SimpleQueue()
         """Requests that came; None wakes the backward after `give_up`."""
         self._lock = threading.Lock()
         self._ended: str | None = None
@@ -147,27 +149,32 @@ class SuspendedBackward:
         self._lowest: int | None = None
         """The number of the earliest result whose gradient came. Those of later results do not come any
         more."""
-        self._unanswered: list[Future[Contributions]] = []
+        self._unanswered: list[Future[Answer]] = []
 
     # -- for the threads that bring requests
 
     def start(self, work: Callable[[], None]) -> None:
         """Runs the backward on a thread of its own, with the context variables of the caller."""
-        self._engine.suspended[self.id] = self
         target, args = contextvars.copy_context().run, (self._do, work)
-        threading.Thread(target=target, args=args, name="gradwire-suspended", daemon=True).start()
+        thread = threading.Thread(target=target, args=args, name="gradwire-suspended", daemon=True)
+        self._engine.suspended[self.id] = self
+        try:
+            thread.start()
+        except BaseException:  # the system has no more threads
+            del self._engine.suspended[self.id]
+            raise
 
-    def add(self, items: Items, server_call: ServerCall) -> tuple[Contributions, bool]:
-        """Adds gradients, and returns when all that follows from them is done: the contributions, and whether
-        the backward is suspended until more come. Without gradients: no more come."""
-        answered: Future[Contributions] = Future()
+    def add(self, items: Items, server_call: ServerCall) -> Answer:
+        """Adds gradients, and returns when all that follows from them is done. Without gradients: no more
+        come."""
+        answered: Future[Answer] = Future()
         with self._lock:
             if self._ended is not None:
                 raise Cancelled(f"the suspended backward has ended: {self._ended}")
             self._inbox.put((items, answered))
         take_back = server_call.when_cancelled(self.give_up)
         try:
-            return answered.result(), self._ended is None
+            return answered.result()
         finally:
             take_back()
 
@@ -194,7 +201,7 @@ class SuspendedBackward:
             self._ended = self._ended or ("it has failed" if failure else "it is done")
         while not self._inbox.empty():
             self._take_one()
-        self._answer(failure)
+        self._answer(failure, is_suspended=False)
 
     def take(self, id: AutogradMessageId) -> Gradients | None:
         """The gradients that came for a result."""
@@ -208,7 +215,7 @@ class SuspendedBackward:
         if task is not None:
             task.settle()
         self._run.check_fresh()
-        self._answer(None)
+        self._answer(None, is_suspended=True)
         while not self._has_come(id):
             # Nothing is computed meanwhile, so others may change parameters.
             waiting(partial(self._take_one, _LIVENESS_SECONDS))
@@ -243,7 +250,7 @@ class SuspendedBackward:
         elif self._engine.passes.is_over(self._run.pass_id):
             self.give_up("the backward that it is part of is over")
 
-    def _answer(self, failure: BaseException | None) -> None:
+    def _answer(self, failure: BaseException | None, *, is_suspended: bool) -> None:
         """Answers the requests so far: the first gets all contributions."""
         unanswered, self._unanswered = self._unanswered, []
         for answered in unanswered:
@@ -251,4 +258,4 @@ class SuspendedBackward:
                 answered.set_exception(failure)
             else:
                 contributions, self._run.contributions = self._run.contributions, []
-                answered.set_result(contributions)
+                answered.set_result((contributions, is_suspended))
