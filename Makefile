@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest test-slow bench bench-shaped bench-growth soak search lint hooks format types protos protos-check dist check up down clean
+.PHONY: help install demo test test-oldest test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ bench-shaped: $(INSTALLED) ## measure steps over a line of 100 Mbit/s with each 
 
 bench-growth: $(INSTALLED) ## measure how the time of a step grows with what is in it; ARGS="--quick"
 	@$(BIN)/python -m benchmarks.growth $(ARGS)
+
+bench-against: $(INSTALLED) ## measure this version beside another one: REF=HEAD~1; ARGS="--network"
+	@$(BIN)/python -m benchmarks.against $(or $(REF),HEAD~1) $(ARGS)
 
 lint: $(INSTALLED) ## ruff, formatting, the import contracts between the layers, the configuration of hooks
 	@$(BIN)/ruff check .
