@@ -24,10 +24,10 @@ def backward_to_leaves(
 ) -> None:
     """Backpropagates to every leaf and hands over the leaves' gradients; `.grad` is left alone.
 
-    Recv nodes on the way propagate to other nodes; it returns when those are done, too.
+    Recv nodes on the way propagate to other peers; it returns when those peers are done, too.
     """
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
-    # Where no leaf's gradient is asked for, it is not computed, and no hook of a leaf runs.
+    # Gradients of leaves that are not wanted are not computed, and no hook of such a leaf runs.
     wanted = leaves if run.collect_leaves else [node for node in leaves if leaf_of(node) is ANCHOR]
     edges = [*(GradientEdge(node, 0) for node in wanted), RUN_MARKER]
     marked = *roots, RUN_MARKER
@@ -55,7 +55,7 @@ def backward_to_leaves(
                     create_graph=run.create_graph,
                     allow_unused=True,
                 )
-        # Not only before: while it waited for other nodes, parameters may have been changed.
+        # Not only before: while the backward waited for other peers, parameters may have been changed.
         run.check_fresh()
     except RuntimeError as error:
         _explain_anomaly(error, roots)
@@ -106,7 +106,7 @@ def _memory(tensor: torch.Tensor) -> int:
 def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:
     """With anomaly mode on, torch knows where in the forward the failing function was called.
 
-    It only prints that as a warning on this machine; the one who reads the error sits at another.
+    torch only prints that as a warning on this machine; the person who reads the error sits at another.
     """
     failed = re.search(r"Function '(\w+)' returned nan values", str(error))
     if failed is None:
@@ -116,7 +116,7 @@ def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:
         metadata: Any = node.metadata
         lines = metadata.get("traceback_") if node.name() == failed.group(1) else None
         if lines:
-            # Into the message, not a note: those stay with the one who raises.
+            # Into the message, not a note: notes stay in the process that raises.
             where = f"Traceback of the forward call that caused the error:\n{''.join(lines)}"
             error.args = (f"{error}\n{where}",)
             return

@@ -16,7 +16,8 @@ __all__ = ["borrowed_grad"]
 
 
 class _GradLock:
-    """Of one leaf. Reentrant: a hook that runs with a gradient in `.grad` may step an optimizer."""
+    """The lock of one leaf's `.grad`. Reentrant: a hook that runs with a gradient there may step an
+    optimizer."""
 
     __slots__ = ("lock", "number")
 
@@ -45,7 +46,7 @@ def borrowed_grad(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     Within the block `.grad` is the borrower's, and None at first. At the end it is again what it was before.
     """
     leaves = list(leaves)
-    # In one order, so that nobody waits in a circle.
+    # All threads take the locks in the same order, so that none waits for another in a circle.
     locks = sorted({_lock_of(leaf) for leaf in leaves}, key=lambda lock: lock.number)
     with ExitStack() as borrowed:
         for one in locks:

@@ -258,10 +258,10 @@ class DistAutogradContainer:
         with self._lock:
             context = self._contexts.pop(id, None)
             messages = [] if context is None else [*context.arguments, *context.results, *context.segments]
-            held = [self._pop(message) for message in messages]
+            released = [self._pop(message) for message in messages]
             if context is not None:
                 self.counts.add(id.peer, -1)
-        del held  # after the lock, as above
+        del released  # without the lock, as in `release`
         return context
 
     def drop_owner(self, owner: int, keeps: Callable[[int], bool]) -> list[DistAutogradContext]:

@@ -1,8 +1,8 @@
-"""Error feedback: what rounding left out of a gradient goes with the next one of the same place.
+"""Error feedback: what rounding left out of a gradient is added to the next gradient of the same call site.
 
-A place is a call site as far as it can be told: the other node, the function and the object, which of its
-tensors, and their shape and strides. What is kept is bounded; the longest unused goes first, and then that
-place starts anew without what it was owed.
+A call site is known by the other peer, the function and the object, which of its tensors, and their shape and
+strides. The memory for what was left out is bounded; the call site that was not used for longest loses its
+share first, and starts anew.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gradwire.proto.v1 import autograd_pb2, tensor_pb2
 __all__ = ["MAX_BYTES", "ErrorFeedback", "GradientCodecs"]
 
 MAX_BYTES = 256 << 20
-"""How much one node keeps."""
+"""How much one peer keeps."""
 
 
 class CallSite(NamedTuple):
-    """Where a gradient goes, the same in every step."""
+    """Where a gradient goes: the same in every step."""
 
     peer: int
     site: int
@@ -36,7 +36,7 @@ class CallSite(NamedTuple):
 
 
 class ErrorFeedback:
-    """What is owed to each place. Used from any thread."""
+    """What rounding left out, for each call site: it is owed to the next gradient. Used from any thread."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -49,45 +49,45 @@ class ErrorFeedback:
         """Memory in use."""
         return self._bytes
 
-    def take(self, place: CallSite) -> torch.Tensor | None:
+    def take(self, site: CallSite) -> torch.Tensor | None:
         with self._lock:
-            owed = self._owed.pop(place, None)
+            owed = self._owed.pop(site, None)
             if owed is not None:
                 self._bytes -= owed.nbytes
             return owed
 
-    def put(self, place: CallSite, owed: torch.Tensor) -> None:
+    def put(self, site: CallSite, owed: torch.Tensor) -> None:
         with self._lock:
-            before = self._owed.pop(place, None)
+            before = self._owed.pop(site, None)
             if before is not None:
-                # Two gradients of the place were on their way at a time: both are owed.
+                # Two gradients of the call site were on their way at a time: both are owed.
                 self._bytes -= before.nbytes
                 owed = owed + before
-            self._owed[place] = owed
+            self._owed[site] = owed
             self._bytes += owed.nbytes
             while self._bytes > self._max_bytes:
                 _, forgotten = self._owed.popitem(last=False)
                 self._bytes -= forgotten.nbytes
 
     def forget(self, peer: int | None = None) -> None:
-        """Nothing is owed to a node any more; to none, if it is not said which."""
+        """Nothing is owed to a peer any more; without a peer, to none."""
         with self._lock:
-            for place in [place for place in self._owed if peer in (None, place.peer)]:
-                self._bytes -= self._owed.pop(place).nbytes
+            for site in [site for site in self._owed if peer in (None, site.peer)]:
+                self._bytes -= self._owed.pop(site).nbytes
 
 
 class _Residual:
-    """What is owed to one place, as codecs see it."""
+    """What is owed to one call site, as codecs see it."""
 
-    def __init__(self, feedback: ErrorFeedback, place: CallSite) -> None:
+    def __init__(self, feedback: ErrorFeedback, site: CallSite) -> None:
         self._feedback = feedback
-        self._place = place
+        self._site = site
 
     def take(self) -> torch.Tensor | None:
-        return self._feedback.take(self._place)
+        return self._feedback.take(self._site)
 
     def put(self, left_out: torch.Tensor) -> None:
-        self._feedback.put(self._place, left_out)
+        self._feedback.put(self._site, left_out)
 
 
 class GradientCodecs:
@@ -107,7 +107,7 @@ class GradientCodecs:
     def find(self, gradient: torch.Tensor, slot: int, position: int = 0) -> wire.Codec | None:
         if not self._owes or gradient.layout != torch.strided:
             return wire.find_codec(self._compression.backward)
-        place = CallSite(
+        site = CallSite(
             self._peer,
             self._compression.site,
             position,
@@ -116,4 +116,4 @@ class GradientCodecs:
             gradient.stride(),
             gradient.dtype,
         )
-        return wire.find_codec(self._compression.backward, _Residual(self._feedback, place))
+        return wire.find_codec(self._compression.backward, _Residual(self._feedback, site))

@@ -222,7 +222,7 @@ class GraphTaskState:
         self._sent.clear()
 
     def finish(self) -> None:
-        """At the end of the graph task: waits for all responses. What it raises reaches the user."""
+        """At the end of the graph task: waits for all responses. What it raises, `backward()` raises."""
         with self:
             if torch.is_grad_enabled() is self.create_graph:
                 self._wait_for_all()
@@ -250,7 +250,7 @@ class GraphTaskState:
             self.run.engine.passes.hooks.add_links(pass_id, self.awaiting_end)
 
     def abandon(self) -> None:
-        """The graph task failed: nobody wants the responses."""
+        """The graph task failed: its requests are cancelled."""
         self._finished = True
         for propagation in self._sent:
             propagation.cancel()

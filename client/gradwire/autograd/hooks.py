@@ -1,9 +1,9 @@
 """Post-accumulate-grad hooks of leaves whose gradients go to a context.
 
-torch runs such a hook when it has added to `.grad`. It does not touch `.grad` here, and one backward may
-reach a leaf in several runs, each with a part of the gradient. So the hooks wait until the backward is over
-everywhere, and then run once, with the context's gradient in `.grad`. Whoever started the backward says that
-it is over, if a worker has said that hooks wait for that.
+torch runs such a hook when it has added to `.grad`. Gradients of a context are kept outside of `.grad`, and
+one backward may reach a leaf in several graph tasks, each with a part of the gradient. So the hooks wait
+until the pass is over everywhere, and then run once, with the context's gradient in `.grad`. The peer that
+started the pass tells the workers where hooks wait that it is over.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class WaitingHooks:
             return self._passes.pop(pass_id, None)
 
     def forget(self, peer: int, before: int | None = None) -> None:
-        """The passes of a peer, or those before a number, are over, and nobody said that they ended well."""
+        """The passes of a peer, or those before a number, are over: they failed, so their hooks do not
+        run."""
         if not self._passes:
             return
         with self._lock:

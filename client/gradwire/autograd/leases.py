@@ -28,7 +28,7 @@ class ContextLeases:
         self._closed = False
 
     def is_linked(self, peer: int) -> bool:
-        """Whether there is a link to a peer, whoever opened it."""
+        """Whether there is a link to a peer. Either end may have opened it."""
         return self._find_link(peer) is not None
 
     def end(self, id: ContextId) -> bool:

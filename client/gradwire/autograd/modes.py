@@ -20,7 +20,7 @@ _anomaly_before = False
 
 
 def anomaly_is_wanted() -> bool:
-    """Whether the code that runs now asked for anomaly detection.
+    """Whether the code that runs now wants anomaly detection.
 
     torch's own switch is for the whole process: on a worker another client may have turned it on.
     """
@@ -29,7 +29,7 @@ def anomaly_is_wanted() -> bool:
 
 
 class detecting_anomaly:
-    """Runs a block for somebody who does or does not want anomaly detection, as the scope says, too."""
+    """Runs a block with anomaly detection, if the caller wants it."""
 
     __slots__ = ("_wanted",)
 

@@ -111,7 +111,7 @@ class Propagation:
         with self._lock:
             deliver, self._deliver = self._deliver, None
         if deliver is not None and future.exception() is None and future.on_discarded is not None:
-            # The response came, but nobody will look into it.
+            # The response came, but will not be decoded.
             future.on_discarded(future.result())
 
 

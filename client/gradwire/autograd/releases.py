@@ -58,7 +58,7 @@ class PeerReleases:
         """For results that came and that later results may build on."""
 
     def on_discarded(self, kind: type[Any]) -> Callable[[Payload], None]:
-        """For responses of a kind that came, and that nobody looks into."""
+        """Takes responses of a kind that came after their future was cancelled or dropped."""
         return lambda response: self._discarded.append((kind, response.body))
 
     def take_discarded(self) -> list[tuple[type[Any], bytes]]:
@@ -215,7 +215,7 @@ class Releases:
                 releases.append(id)
 
     def _release_discarded(self, kind: type[Response], body: bytes, releases: PeerReleases) -> None:
-        """Lets go of what a response brought that nobody looks into."""
+        """Lets go of what such a response brought: no future will decode it."""
         try:
             response = wire.parse(kind, body)
         except MalformedMessage:

@@ -125,8 +125,8 @@ class Gathering:
         if self._suspension is not None and self._last is not None:
             self._last.wait()
             if self._suspension.is_open:
-                # Some results were asked for themselves: the engine captures such, and does not run their
-                # nodes.
+                # Some results are inputs of torch.autograd.grad: the engine captures their gradients without
+                # running their nodes.
                 self._resume([], self._suspension, task)
 
     def abandon(self) -> None:

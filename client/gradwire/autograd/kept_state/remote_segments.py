@@ -110,7 +110,7 @@ class RemoteSuspension:
     """Whether the worker has said that it waits."""
 
     def give_up(self) -> None:
-        """Tells the worker that no more gradients come, and that nobody wants the rest."""
+        """Tells the worker to cancel it."""
         request = autograd_pb2.CleanupContextRequest(suspended_backwards=message_protos([self.id]))
         try:
             link = self.representative.engine.link_to(self.representative)

@@ -122,11 +122,11 @@ class SuspendedCall(ServerCall):
         self.deadline, self.link = first.deadline, first.link
 
     def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
-        """The requests are answered one by one."""
+        """Never called: `SuspendedBackward.add` answers each request by itself."""
         return False
 
     def fail(self, error: link_pb2.Error) -> None:
-        """The requests are answered one by one."""
+        """Never called: `SuspendedBackward.add` answers each request by itself."""
 
 
 class SuspendedBackward:
@@ -178,8 +178,8 @@ class SuspendedBackward:
         finally:
             take_back()
 
-    def give_up(self, why: str = "nobody waits for it any more") -> None:
-        """Nobody wants the rest."""
+    def give_up(self, why: str = "its requester cancelled it") -> None:
+        """The requester does not want the rest: the backward is cancelled at its next barrier."""
         with self._lock:
             self._ended = self._ended or why
         self._inbox.put(None)
@@ -194,7 +194,7 @@ class SuspendedBackward:
                 work()
         except BaseException as error:  # whatever it is, the requesters are told
             failure = error
-        del work  # and the graph with it, before anybody is answered
+        del work  # and the graph with it, before the requests are answered
         self._run.suspended = None
         self._engine.suspended.pop(self.id, None)
         with self._lock:
