@@ -2,39 +2,31 @@
 
 ::
 
-    GradwireError
-    ├── LinkError (ConnectionError)         the other process cannot be talked to
-    │   ├── ConnectFailed                   nothing answered in the connect timeout
-    │   ├── WorkerLost                      it was there and is gone, or was restarted
-    │   ├── LinkClosed                      this end closed the link
-    │   └── ProtocolError                   the other end does not speak our protocol
-    ├── DeadlineExceeded (TimeoutError)     the time given for a call ran out
-    ├── Cancelled (CancelledError)          the call was cancelled
-    ├── CallRefused                         the worker did not run the function
-    │   ├── UnknownFunction (LookupError)   no function of that name is exposed
-    │   ├── WrongArguments (TypeError)      the arguments do not fit the signature
-    │   ├── AlreadyExists (ValueError)      something of that name is there already
-    │   ├── StaleParameters (RuntimeError)  parameters were stepped between a forward and its backward
-    │   ├── StepRefused (RuntimeError)      an optimizer step was not made, on any worker
-    │   ├── StepTorn (RuntimeError)         it was made on some workers and not, or not known to be, on others
-    │   ├── NotFound (LookupError)          no such context, message or ref, or no longer
-    │   ├── PermissionDenied (PermissionError)
-    │   ├── ResourceExhausted               a limit was reached; `retry_after` may say when to try again
-    │   └── Unavailable                     the worker is shutting down
-    ├── RemoteError                         the function raised; also the builtin type that it raised
-    ├── WireError
-    │   ├── Unencodable (TypeError)         a value that cannot travel; says where it is
-    │   ├── TypeMismatch (TypeError)        a type that the receiving end does not know, or knows otherwise
-    │   └── MalformedMessage (ValueError)   bytes that make no sense
-    ├── InvalidDeviceMap (ValueError)       a device map names devices that are not there
-    ├── CodecUnavailable (RuntimeError)     one of the ends lacks a codec that was asked for
-    ├── CheckpointError (OSError)           a checkpoint cannot be written, is damaged, or is not there
-    │   └── CheckpointMismatch (ValueError) it is of another model or optimizer
-    ├── InternalError (RuntimeError)        a fault of gradwire's own
-    └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
+GradwireError ├── LinkError (ConnectionError)         the other process cannot be reached │   ├──
+ConnectFailed                   no worker responded within the connect timeout │   ├── WorkerLost
+the worker was connected and is gone, or was restarted │   ├── LinkClosed                      one end closed
+the link │   └── ProtocolError                   the other end does not speak gradwire's protocol ├──
+DeadlineExceeded (TimeoutError)     the time given for a call ran out ├── Cancelled (CancelledError)
+the call was cancelled ├── CallRefused                         the worker did not run the function │   ├──
+UnknownFunction (LookupError)   no function of that name is exposed │   ├── WrongArguments (TypeError)
+the arguments do not fit the signature │   ├── AlreadyExists (ValueError)      the name is taken │   ├──
+StaleParameters (RuntimeError)  parameters were stepped between a forward and its backward │   ├── StepRefused
+(RuntimeError)      an optimizer step was not made, on any worker │   ├── StepTorn (RuntimeError)         an
+optimizer step was made on some workers only, or may have been │   ├── NotFound (LookupError)          the
+worker does not hold the context, message or ref (any more) │   ├── PermissionDenied (PermissionError) │   ├──
+ResourceExhausted               a limit was reached; `retry_after` may say when to try again │   └──
+Unavailable                     the worker is shutting down ├── RemoteError                         the
+function raised; also an instance of the builtin type it raised ├── WireError │   ├── Unencodable (TypeError)
+a value cannot be sent; the message names the path to it │   ├── TypeMismatch (TypeError)        the receiver
+does not know a type, or knows it with other fields │   └── MalformedMessage (ValueError)   received bytes are
+not a valid message ├── InvalidDeviceMap (ValueError)       a device map names devices that do not exist ├──
+CodecUnavailable (RuntimeError)     one of the ends lacks a codec that was chosen ├── CheckpointError
+(OSError)           a checkpoint cannot be written, is damaged, or does not exist │   └── CheckpointMismatch
+(ValueError) a checkpoint is of another model or optimizer ├── InternalError (RuntimeError)        a fault in
+gradwire itself └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
 
-Errors about another process say which in `worker`. `RemoteError` keeps the remote type and traceback.
-`retryable` says of each whether the same may work if it is done again.
+An error about another process names that process in `worker`. `RemoteError` keeps the remote type and
+traceback. `retryable` says whether the same operation may succeed if it is repeated.
 """
 
 from __future__ import annotations
@@ -84,57 +76,65 @@ class GradwireError(Exception):
     """Base of all errors that gradwire raises on purpose."""
 
     worker: str | None = None
-    """Name and address of the process that it is about, where there is one."""
+    """Name and address of the process that the error is about; None if it is about no other process."""
     _retryable: bool = False
+    """What `retryable` is, unless a subclass or the constructor says otherwise."""
 
     @property
     def retryable(self) -> bool:
-        """Whether the same, done again, may work though nobody has mended anything.
+        """Whether the same operation may succeed if it is repeated, without a change to any program.
 
-        Never true of what a served function raised. A call may have run though its answer was lost: what must
-        not run twice is for the caller to judge. In training, do the whole step again, from `zero_grad` on.
+        Always False for an error that a served function raised. A call may have run although its response was
+        lost: the caller has to decide whether it may run twice. In training, repeat the whole step, starting
+        with `zero_grad`.
         """
         return self._retryable
 
-    def __init__(self, message: str = "", *, worker: str | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, worker: str | None = None, retryable: bool | None = None
+    ) -> None:
+        """`retryable` overrides the default of the error's type."""
         Exception.__init__(self, message)
         self.message = message
         self.worker = worker
+        if retryable is not None:
+            self._retryable = retryable
 
     def again(self) -> Self:
-        """The same error to raise once more, without the traceback of the first time."""
+        """A copy of the error, to be raised once more, without the traceback of the first time."""
         copied = copy.copy(self).with_traceback(None)
         if hasattr(copied, "__notes__"):
-            # What is noted on one must not show on the other.
+            # A note that is added to the copy must not appear on the original, nor the reverse.
             copied.__notes__ = list(copied.__notes__)
         return copied
 
     def __str__(self) -> str:
-        # Not Exception's: mixed-in builtins such as KeyError and OSError would format it their way.
+        # Not inherited: KeyError and OSError, which some errors here derive from, format their messages
+        # differently.
         return self.message
 
 
 class LinkError(GradwireError, ConnectionError):
-    """The other process cannot be talked to."""
+    """The other process cannot be reached."""
 
 
 class ConnectFailed(LinkError):
-    """Nothing answered in the connect timeout, or what answered is no gradwire worker."""
+    """No process responded within the connect timeout, or the process that did is no gradwire worker."""
 
     _retryable = True
 
 
 class WorkerLost(LinkError):
-    """The other process was there and is gone, or was restarted and has forgotten what it held."""
+    """The other process was connected and is gone, or was restarted and no longer holds what it held."""
 
     _retryable = True
 
 
 class LinkClosed(LinkError):
-    """This end closed the link, or the other said goodbye."""
+    """This end or the other end closed the link."""
 
     leaving: bool = False
-    """Whether the other process goes altogether, and did not just close this link."""
+    """Whether the other process shuts down, and did not only close this link."""
 
     @property
     def retryable(self) -> bool:
@@ -142,11 +142,11 @@ class LinkClosed(LinkError):
 
 
 class ProtocolError(LinkError):
-    """The other end does not speak this protocol, or broke it."""
+    """The other end does not speak gradwire's protocol, or violated it."""
 
 
 class DeadlineExceeded(GradwireError, TimeoutError):
-    """The time that was given for a call ran out."""
+    """The time given for a call ran out."""
 
 
 class Cancelled(GradwireError, concurrent.futures.CancelledError):
@@ -158,29 +158,29 @@ class CallRefused(GradwireError):
 
 
 class UnknownFunction(CallRefused, LookupError):
-    """No function of that name is exposed; `suggestions` are names like it."""
+    """The worker exposes no function of that name; `suggestions` are similar names that it exposes."""
 
     suggestions: tuple[str, ...] = ()
 
 
 class WrongArguments(CallRefused, TypeError):
-    """The arguments do not fit the function's signature; nothing ran."""
+    """The arguments do not fit the function's signature; the function did not run."""
 
 
 class NotFound(CallRefused, LookupError):
-    """The context, message or ref is not held by the worker, or no longer."""
+    """The worker does not hold the context, message or ref, or does not hold it any more."""
 
 
 class AlreadyExists(CallRefused, ValueError):
-    """Something of that name is there already; get it, or choose another name."""
+    """The worker has an object of that name already; get that object, or choose another name."""
 
 
 class StaleParameters(CallRefused, RuntimeError):
     """Parameters were stepped between a forward and its backward; `parameters` names them.
 
-    Or during one of them that took so long that the step did not wait for it.
+    Or a step was made while one of the two was still running, because it took longer than a step waits.
 
-    Locally PyTorch fails here, too. For asynchronous training make the module with ``stale="allow"``.
+    PyTorch raises for a local model, too. For asynchronous training create the module with ``stale="allow"``.
     """
 
     parameters: tuple[str, ...] = ()
@@ -188,10 +188,10 @@ class StaleParameters(CallRefused, RuntimeError):
 
 
 class StepRefused(CallRefused, RuntimeError):
-    """An optimizer step was certainly not made, on any worker: it can be tried again.
+    """An optimizer step was certainly not made, on any worker, so it may be repeated.
 
-    `reason` says why in a word: "missing" (no gradients), "nonfinite", "busy" (with another trainer), "lost"
-    (a worker), or "error".
+    `reason` says why in one word: "missing" (no gradients), "nonfinite" (gradients), "busy" (a worker steps
+    for another trainer), "lost" (a worker), or "error".
     """
 
     reason: str = ""
@@ -202,34 +202,34 @@ class StepRefused(CallRefused, RuntimeError):
 
 
 class StepTorn(CallRefused, RuntimeError):
-    """An optimizer step was made on some workers and not, or not known to be, on others.
+    """An optimizer step was made on some workers, and on other workers it was not, or may not have been.
 
-    Go on from a checkpoint: tried again, it would be made twice where it was made. It was not made in this
-    process.
+    Continue from a checkpoint: a repeated step would be made twice on the workers that made it. The step was
+    not made in this process.
     """
 
     made: tuple[str, ...] = ()
-    """The workers that made it."""
+    """The workers that made the step."""
     unknown: tuple[str, ...] = ()
-    """Those that may have made it: the answer was lost."""
+    """The workers that may have made the step: their responses were lost."""
     failed: tuple[str, ...] = ()
-    """Those that did not make it, or failed in the middle of it."""
+    """The workers that did not make the step, or failed in the middle of it."""
 
 
 class PermissionDenied(CallRefused, PermissionError):
-    """This caller may not do that."""
+    """The worker does not permit this caller to do that."""
 
 
 class ResourceExhausted(CallRefused):
-    """A limit of the worker was reached. `retry_after` says in how many seconds to try again, if known."""
+    """A limit was reached. `retry_after` says after how many seconds to try again, if that is known."""
 
     retry_after: float | None = None
     not_started: bool = False
-    """Whether it was refused before anything ran; only then gradwire itself tries again."""
+    """Whether the call was refused before anything ran; only then gradwire itself tries again."""
 
     @property
     def retryable(self) -> bool:
-        # A limit on what one client holds does not pass by itself.
+        # A limit on what one client holds is still reached when the client tries again.
         return self.not_started or self._retryable
 
 
@@ -240,39 +240,39 @@ class Unavailable(CallRefused):
 
 
 class WireError(GradwireError):
-    """A value or message does not fit the wire."""
+    """A value cannot be encoded, or a message cannot be decoded."""
 
 
 class Unencodable(WireError, TypeError):
-    """A value that cannot travel. The message names the path to it, e.g. ``args[1]["mask"]``."""
+    """A value cannot be sent. The message names the path to it, e.g. ``args[1]["mask"]``."""
 
 
 class TypeMismatch(WireError, TypeError):
-    """A dataclass, named tuple or enum that the receiving end does not know, or knows with other fields."""
+    """The receiver does not know a dataclass, named tuple or enum, or knows it with other fields."""
 
 
 class MalformedMessage(WireError, ValueError):
-    """Bytes that make no sense: a length that lies, an unknown dtype, a missing part."""
+    """Received bytes are not a valid message: a wrong length, an unknown dtype, a missing part."""
 
 
 class InvalidDeviceMap(GradwireError, ValueError):
-    """A device map names a device that is not there, or maps two to one."""
+    """A device map names a device that does not exist, or maps two devices to the same one."""
 
 
 class CodecUnavailable(GradwireError, RuntimeError):
-    """This process or the other one lacks a codec that tensors were to be compressed with."""
+    """This process or the other process lacks a codec that was chosen for the tensors of a call."""
 
 
 class CheckpointError(GradwireError, OSError):
-    """A checkpoint cannot be written or read: the message names the file, and what is wrong with it."""
+    """A checkpoint cannot be written or read; the message names the file and the reason."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """A checkpoint is sound, but of another model or optimizer; nothing was loaded."""
+    """A checkpoint is undamaged, but of another model or optimizer; nothing was loaded."""
 
 
 class InternalError(GradwireError, RuntimeError):
-    """A fault of gradwire itself. Please report it; the log of the process named has more."""
+    """A fault in gradwire itself. Please report it; the log of the process in `worker` has more."""
 
 
 class ForkedProcess(GradwireError, RuntimeError):
@@ -282,9 +282,9 @@ class ForkedProcess(GradwireError, RuntimeError):
 class RemoteError(GradwireError):
     """The served function raised.
 
-    What is raised at the caller is also an instance of the builtin type that was raised there, so
+    The error that the caller gets is also an instance of the builtin type that was raised on the worker:
     ``except ValueError`` catches a remote ValueError. `remote_type` names the exact type, and
-    `remote_traceback` is the traceback as text.
+    `remote_traceback` is the worker's traceback as text.
     """
 
     remote_type: str = ""
@@ -301,7 +301,8 @@ class RemoteError(GradwireError):
         worker: str | None,
         notes: Sequence[str] = (),
     ) -> RemoteError:
-        """Rebuilds what was raised. `types`: qualified names of its type and bases, nearest first."""
+        """The error for an exception on a worker. `types`: qualified names of its type and bases, nearest
+        first."""
         remote_type = types[0] if types else "Exception"
         short_name = remote_type.removeprefix("builtins.")
         error = _remote_error_type(tuple(types))(
@@ -318,11 +319,13 @@ class RemoteError(GradwireError):
         return error
 
 
-# Raising these across a call would be taken for something else: the end of a generator, of the program.
+# A `RemoteError` never derives from these: Python would take it for the end of an iteration or of a
+# generator, and groups need the exceptions that they hold.
 _NOT_IMITATED = (StopIteration, StopAsyncIteration, GeneratorExit, BaseExceptionGroup)
 
 
 def _nearest_builtin(types: tuple[str, ...]) -> type[Exception]:
+    """The first builtin exception among the type and the bases of a remote exception."""
     for name in types:
         builtin = getattr(builtins, name.removeprefix("builtins."), None) if "." in name else None
         if (
@@ -336,6 +339,7 @@ def _nearest_builtin(types: tuple[str, ...]) -> type[Exception]:
 
 @lru_cache
 def _remote_error_type(types: tuple[str, ...]) -> type[RemoteError]:
+    """A subclass of `RemoteError` that is also the nearest builtin type."""
     builtin = _nearest_builtin(types)
     if builtin is Exception:
         return RemoteError

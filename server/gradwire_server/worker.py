@@ -153,9 +153,9 @@ class Worker:
         self._callbacks: Servicer | None = None
         self._acceptor = SessionAcceptor(
             self._peer.identity,
-            self._peer.handle,
+            self._peer.dispatch,
             self._settings,
-            self._peer.met,
+            self._peer.add_link,
             MemoryBudget(max_bytes_in_flight),
         )
         self._max_unary_bytes = max_unary_bytes
@@ -350,7 +350,7 @@ class Worker:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         methods = {
-            name: unary_handler(method, self._peer.handle, self.name, self._max_unary_bytes)
+            name: unary_handler(method, self._peer.dispatch, self.name, self._max_unary_bytes)
             for name, method in _UNARY_METHODS.items()
         }
         methods["Link"] = grpc.stream_stream_rpc_method_handler(self._acceptor.serve)

@@ -236,7 +236,7 @@ def test_a_process_that_serves_nothing_cannot_be_called_back(worker: gw.RemoteWo
 
 
 def test_nobody_called_a_plain_program() -> None:
-    with pytest.raises(LookupError, match="nobody called this code"):
+    with pytest.raises(LookupError, match="not called by another process"):
         gw.caller()
 
 

@@ -1,1 +1,1 @@
-"""What a trainer calls: workers, functions, references, contexts."""
+"""The API of a trainer: handles to workers, calls, refs to remote values, and contexts."""

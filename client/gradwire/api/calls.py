@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gradwire import wire
-from gradwire.api.compression import agreed_with
+from gradwire.api.compression import compression_message
 from gradwire.api.device_maps import NO_MAP, DeviceMap
 from gradwire.autograd import DistEngine, capture_modes, receive_response, send_call
 from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
@@ -20,45 +20,45 @@ from gradwire.runtime.compression import NOT_COMPRESSED, Compression
 from gradwire.runtime.scope import cancel_with_caller, time_left, waiting
 from gradwire.transport import Link, Payload, ResponseFuture
 
-__all__ = ["CallFuture", "Keywords", "start_call"]
+__all__ = ["CallFuture", "Keywords", "start_call", "wait"]
 
 
 class Keywords:
-    """Keyword arguments of a call that go to the function in any case. The last positional argument.
+    """Keyword arguments for the called function only, passed as the last positional argument of a call.
 
-    ``call`` takes a `timeout` itself, and ``create`` a `name`: a function or class that has parameters of
-    such names gets them so::
+    ``call`` takes a `timeout` itself, and ``create`` a `name`. Parameters of the called function or class
+    that have such a name are passed with `Keywords`::
 
         worker.create("Speaker", gw.Keywords(name="Ada"), name="speaker")
 
-    The short form ``worker.function(timeout=3)`` has nothing of its own, and passes all keywords on.
+    The short form ``worker.function(timeout=3)`` takes no keywords itself, and passes all of them on.
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("_keywords",)
 
     def __init__(self, /, **keywords: object) -> None:
-        self._values = keywords
+        self._keywords = keywords
 
     def __repr__(self) -> str:
-        return f"Keywords({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+        return f"Keywords({', '.join(f'{name}={value!r}' for name, value in self._keywords.items())})"
 
 
-def _with_keywords(
+def _merge_keywords(
     args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[Sequence[object], Mapping[str, object]]:
-    """Arguments as they are sent, those that came as Keywords among the keyword arguments."""
+    """The arguments as they are sent, with those of a `Keywords` among the keyword arguments."""
     if not args or not isinstance(args[-1], Keywords):
         return args, kwargs
-    more = args[-1]._values
+    more = args[-1]._keywords
     if twice := sorted(more.keys() & kwargs.keys()):
         raise TypeError(f"keyword arguments that are given twice, also in gw.Keywords: {', '.join(twice)}")
     return args[:-1], {**kwargs, **more}
 
 
 class CallFuture(ResponseFuture):
-    """The result of a call that may still be on its way.
+    """The result of a call that may not be finished yet.
 
-    A `concurrent.futures.Future`, and awaitable. Cancelling it reaches the worker.
+    It is a `concurrent.futures.Future`, and awaitable. Cancelling it cancels the call on the worker.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class CallFuture(ResponseFuture):
                 received = super().result(0)
             else:
                 received = waiting(partial(self._wait_for, timeout))
-            # Decoded by whoever asks for the result, not by the link's thread: so autograd records it there.
+            # The thread that wants the result decodes it, not the link's thread: autograd records the result
+            # in the thread that decodes it.
             with self._decode_lock:
                 if self._decode is not None:
                     self._value = self._decode(received)
@@ -92,8 +93,8 @@ class CallFuture(ResponseFuture):
                 raise
             raise Cancelled("the call was cancelled") from None
         finally:
-            # Else an exception, whose traceback has this frame, would refer to itself by way of the future,
-            # and keep the locals of all frames that it passed until the collector comes.
+            # An exception's traceback has this frame. If the frame kept `self`, the exception would refer to
+            # itself by way of the future, and keep the locals of all its frames until a garbage collection.
             del self
 
     def _wait_for(self, timeout: float | None) -> Payload:
@@ -110,7 +111,7 @@ class CallFuture(ResponseFuture):
             self._link.read_in_background(self)
 
     def __del__(self) -> None:
-        # Whoever throws a result away on_discarded never learns what there is to release on the worker.
+        # The result was never decoded, so its refs and autograd messages are released on the worker here.
         if self._decode is not None and self.on_discarded is not None and isinstance(self._result, Payload):
             self.on_discarded(self._result)
 
@@ -144,27 +145,27 @@ def start_call(
     compression: Compression = NOT_COMPRESSED,
     resolve_ref: Callable[[value_pb2.RemoteRef], object] | None = None,
 ) -> CallFuture:
-    """Sends a call. Raises at once if an argument cannot travel; nothing has been sent then."""
-    args, kwargs = _with_keywords(args, kwargs)
+    """Sends the request of a call. Raises before anything is sent if an argument cannot be encoded."""
+    args, kwargs = _merge_keywords(args, kwargs)
     left = time_left(None)
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
-    agreed = agreed_with(link, compression, function, target)
-    codec = None if agreed is None else wire.find_codec(agreed.forward)
+    compressed = compression_message(link, compression, function, target)
+    codec = None if compressed is None else wire.find_codec(compressed.forward)
     encoder = wire.Encoder(inline_bytes=link.inline_bytes, codec=codec)
     request = autograd_pb2.ForwardWithAutogradRequest(
-        function=function, target=target, keep=keep, modes=capture_modes(), compression=agreed
+        function=function, target=target, keep=keep, modes=capture_modes(), compression=compressed
     )
     for index, arg in enumerate(args):
         request.args.append(encoder.value(arg, f"args[{index}]"))
     for name, arg in kwargs.items():
         request.kwargs[name].CopyFrom(encoder.value(arg, name))
-    places = devices.places_for(encoder.tensors, link.peer)
-    if places:
-        request.devices.extend(places)
+    target_devices = devices.target_devices(encoder.tensors, link.peer)
+    if target_devices:
+        request.devices.extend(target_devices)
     engine = current_peer().engine
     future = CallFuture(
-        partial(_decode_response, engine, link, function, devices, agreed, resolve_ref),
+        partial(_decode_response, engine, link, function, devices, compressed, resolve_ref),
         engine.releases.to(link).on_discarded(autograd_pb2.ForwardWithAutogradResponse),
         link,
     )
@@ -203,20 +204,20 @@ def _decode_response(
     )
     if decoder.saved:
         link.count_saved(decoder.saved)
-    devices.bring_back(decoder.tensors, decoder.devices, link.peer)
+    devices.move_results(decoder.tensors, decoder.devices, link.peer)
     receive_response(engine, response, decoder, link, f"the results of {function}", compression)
     return decoder.value(response.result, "result")
 
 
-def wait(future: CallFuture, what: str) -> Any:
-    """The result of a call, with what was called in the error."""
+def wait(future: CallFuture, callee: str) -> Any:
+    """Waits for the result of a call. An error gets a note that names the callee; Ctrl-C cancels the call."""
     try:
         return future.result()
     except KeyboardInterrupt:
         future.cancel()
         raise
     except GradwireError as error:
-        error.add_note(f"while calling {what}")
+        error.add_note(f"while calling {callee}")
         raise
     finally:
         del future  # as in CallFuture.result

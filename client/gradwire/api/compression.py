@@ -1,4 +1,4 @@
-"""Choosing how the tensors of calls are compressed."""
+"""How the tensors of a call are compressed: chosen for a block, and written into the call's request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from gradwire.runtime.compression import Compression
 from gradwire.runtime.scope import current_scope, entered
 from gradwire.transport import Link
 
-__all__ = ["agreed_with", "compression"]
+__all__ = ["compression", "compression_message"]
 
 
 @contextmanager
 def compression(
     forward: str | None = None, backward: str | None = None, *, error_feedback: bool = True
 ) -> Iterator[None]:
-    """Compresses the tensors of all calls made in a block, whatever their handles say, and the gradients that
-    flow back through them later. ``gw.compression()`` switches it off.
+    """Compresses the tensors of all calls made in a block, and the gradients that flow back through them
+    later.
+
+    Takes the place of the compression of the handles. ``gw.compression()`` switches compression off.
 
     >>> import gradwire as gw
     >>> with gw.compression(backward="int8"):
@@ -31,10 +33,13 @@ def compression(
         yield
 
 
-def agreed_with(
+def compression_message(
     link: Link, chosen: Compression, function: str, target: value_pb2.RemoteRef | None
 ) -> autograd_pb2.Compression | None:
-    """What a call over a link says of compression; None if nothing is to be compressed."""
+    """The compression field of the request of a call; None if nothing is to be compressed.
+
+    Raises CodecUnavailable if the other end of the link lacks a codec.
+    """
     if chosen.forward is None and chosen.backward is None:
         return None
     chosen.check(link)

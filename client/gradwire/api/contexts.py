@@ -1,4 +1,5 @@
-"""Explicit contexts: gradients of a pass kept apart, here and on every worker that it reaches."""
+"""Explicit contexts: they keep the gradients of a pass apart, here and on every worker that the pass
+reaches."""
 
 from __future__ import annotations
 
@@ -20,30 +21,32 @@ from gradwire.runtime.scope import Token, current_scope, enter, leave
 __all__ = ["Context", "context", "current_context", "is_explicit"]
 
 _entered: ContextVar[tuple[Token, ...]] = ContextVar("gradwire_entered", default=())
-"""What the blocks that this thread or task is in were before, the innermost last. Not kept by the contexts:
-several threads and tasks may be in the same one."""
+"""For each ``with`` block that this thread or task is in, the token that restores the scope around the block;
+the innermost block's token is the last. Not attributes of `Context`: several threads and tasks may be in
+blocks of the same context."""
 
 
 class Context:
-    """Gradients of one pass, apart from all others and from `.grad`.
+    """Holds the gradients of a pass apart from those of other contexts and from `.grad`.
 
-    ``with gw.context() as ctx:`` opens one; calls made inside belong to it, on every worker. Leaving it
-    lets go of everything that it holds, everywhere. One that `gw.current_context` gave is somebody else's:
-    calls made in a ``with`` block of it belong to it, and leaving the block ends nothing.
+    ``with gw.context() as ctx:`` opens a context. Calls made in the block belong to it, on every worker, and
+    leaving the block drops all that the context holds, on every worker. A context from `gw.current_context`
+    belongs to other code: calls made in a ``with`` block of it belong to it, too, but leaving the block does
+    not end it.
     """
 
     def __init__(self, peer: LocalPeer, id: ContextId, *, is_own: bool) -> None:
-        """`is_own`: it ends when the last block that is in it is left."""
+        """`is_own`: the context ends when its last ``with`` block is left."""
         self._peer = peer
         self._id = id
         self._is_own = is_own
         self._lock = threading.Lock()
         self._blocks = 0
-        """How many blocks are in it, in all threads."""
+        """How many ``with`` blocks of this context are entered, in all threads."""
 
     @property
     def id(self) -> ContextId:
-        """Its name, the same on every worker."""
+        """The context's id, the same on every worker."""
         return self._id
 
     def backward(
@@ -52,10 +55,10 @@ class Context:
         grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Backpropagates, and collects the gradients in this context here and on every worker.
+        """Backpropagates, and accumulates the gradients in this context, here and on every worker.
 
-        `.grad` is left alone everywhere. `grad_tensors` are needed for roots that are no scalars, as with
-        `torch.autograd.backward`. Returns when all workers are done.
+        `.grad` is not changed, here or on workers. `grad_tensors` are needed for roots that are not scalars,
+        as with `torch.autograd.backward`. Returns when all workers are done.
         """
         root_list = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         if grad_tensors is None:
@@ -65,7 +68,7 @@ class Context:
         else:
             gradients = list(grad_tensors)
         engine = self._peer.engine
-        engine.container.get(self._id)  # if it has ended, says so before anything of the graph is freed
+        engine.container.get(self._id)  # raises if the context has ended, before the backward frees the graph
         pass_id = engine.passes.start()
         run = BackwardRun(
             engine,
@@ -82,26 +85,28 @@ class Context:
             engine.passes.end(pass_id)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients that this process holds in the context, for each of its leaf tensors.
+        """The gradients that this process holds in the context, by leaf tensor.
 
-        In a served function: those of the worker's own tensors, for the caller's context. They stay until
-        `step` or `zero_grad` forgets them, or the context ends. Raises `StepRefused` if they are the sum
-        of such that were handed out before the tensor was last changed, and of later ones.
+        In a served function these are the gradients of the worker's own tensors, in the caller's context. The
+        context keeps them until `step` or `zero_grad` drops them, or the context ends. Raises `StepRefused`
+        if a gradient was returned by this method before, its tensor was changed since, and a later backward
+        has added to it: the sum would be of gradients at two different values of the tensor.
         """
         state = self._peer.engine.container.find(self._id)
         return {} if state is None else state.hand_out()
 
     def peek(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The same for gradwire's own optimizers, for which `zero_grad` is for the trainer to call."""
+        """The same gradients for gradwire's own optimizers, without the check: the trainer calls
+        `zero_grad`."""
         state = self._peer.engine.container.find(self._id)
         return {} if state is None else state.gradients()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps an optimizer of torch with the gradients that this process holds in the context, and forgets
-        them. `.grad` is left alone.
+        """Steps an optimizer of torch with the gradients that this process holds in the context, and drops
+        them.
 
-        It is for served functions that step the worker's own parameters. Raises `StepRefused` if there is no
-        gradient for any parameter of the optimizer.
+        `.grad` is not changed. For served functions that step the worker's own parameters. Raises
+        `StepRefused` if no parameter of the optimizer has a gradient in the context.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(hasattr(p, "ref") for p in parameters):
@@ -123,19 +128,19 @@ class Context:
                 raise
 
     def zero_grad(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Forgets the gradients that this process holds in the context: those of some tensors, or all."""
+        """Drops the gradients that this process holds in the context: those of the given tensors, or all."""
         state = self._peer.engine.container.find(self._id)
         if state is not None:
             state.clear_gradients(tensors)
 
     def scale_gradients(self, tensors: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiplies the gradients that this process holds for some tensors."""
+        """Multiplies the gradients that this process holds in the context for the given tensors."""
         self.change_gradients(tensors, lambda gradient: gradient * factor)
 
     def change_gradients(
         self, tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Puts what a function returns for them in the place of gradients that this process holds."""
+        """Replaces each gradient of the given tensors that this process holds by `change(gradient)`."""
         state = self._peer.engine.container.find(self._id)
         if state is not None:
             state.change_gradients(tensors, change)
@@ -164,7 +169,7 @@ class Context:
 
 
 def context() -> Context:
-    """A new context, to be entered with ``with``.
+    """Makes a new context, to be entered with ``with``.
 
     >>> import gradwire as gw, torch
     >>> w = torch.ones(2, requires_grad=True)
@@ -178,11 +183,15 @@ def context() -> Context:
 
 
 def is_explicit(id: ContextId) -> bool:
-    """Whether a context is one that this process opened with `context`, and not an ambient one."""
+    """Whether this process opened the context with `context`; False for ambient contexts and for other
+    processes' contexts."""
     return id.peer == current_peer().identity.id and id.number != 0
 
 
 def current_context() -> Context:
-    """The context that calls are made in: that of the caller in a served function, else the one that was
-    entered last, else the ambient one of this process."""
+    """The context that calls are made in.
+
+    In a served function that is the caller's context, else the context of the innermost ``with`` block, else
+    the ambient context of this process.
+    """
     return Context(current_peer(), current_context_id(), is_own=False)

@@ -1,4 +1,4 @@
-"""What a worker serves, as Python sees it."""
+"""The functions and classes that a worker serves, as Python signatures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {
 
 
 class _Text:
-    """An annotation or a default of which only the text is known here."""
+    """An annotation or a default value; only its text is known here, and `repr` shows it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -30,7 +30,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class FunctionInfo:
-    """One thing that a worker lets others call."""
+    """A function, a class or a shared instance that a worker serves."""
 
     name: str
     kind: str
@@ -39,14 +39,14 @@ class FunctionInfo:
     signature: inspect.Signature
     """Annotations and defaults are text: their values live on the worker."""
     methods: Mapping[str, FunctionInfo] = field(default_factory=dict)
-    """Classes and instances: what can be called on them."""
+    """The methods of a class or an instance that can be called, by name."""
 
     def __str__(self) -> str:
         return f"{self.name}{self.signature}"
 
 
 def function_info(message: describe_pb2.Function) -> FunctionInfo:
-    """Rebuilds what Describe said."""
+    """The `FunctionInfo` of one entry of a worker's description."""
     return FunctionInfo(
         name=message.name,
         kind=_KINDS.get(message.kind, "function"),

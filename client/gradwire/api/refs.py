@@ -11,41 +11,42 @@ from gradwire.proto.v1 import value_pb2
 if TYPE_CHECKING:
     from gradwire.api.workers import RemoteWorker
 
-__all__ = ["RemoteMethod", "RemoteRef"]
+__all__ = ["RemoteMethod", "RemoteRef", "message_of"]
 
 
 class RemoteRef:
-    """A value that lives on a worker: an object that a class made, or a result that was kept there.
+    """A value that lives on a worker: an instance of an exposed class, or a result that was kept there.
 
-    Its methods are called there. Passed as an argument it arrives as the value itself on the worker that
-    holds it, and as a ref on any other, where it keeps nothing alive. Without a name it goes when the last
-    handle of this process goes.
+    Its methods run on the worker. Passed as an argument, the ref arrives as the value itself on the worker
+    that holds the value, and as a ref on any other worker, where it does not keep the value alive. The worker
+    drops a value without a name when this process has no ref to it any more.
     """
 
     def __init__(self, worker: RemoteWorker, message: value_pb2.RemoteRef, *, borrowed: bool = False) -> None:
         self._worker = worker
         self._message = message
-        # What the destructor needs, which must not look for anything: it may run while Python shuts down.
+        # The destructor needs these two. It must not look anything up: it may run while Python shuts down.
         self._releases = None if borrowed or not message.handle else worker._releases()
         self._handle = AutogradMessageId(message.peer.id, message.handle)
 
     @property
     def worker(self) -> RemoteWorker:
-        """Where it lives."""
+        """The worker that holds the value."""
         return self._worker
 
     @property
     def name(self) -> str | None:
-        """The name that it is shared by; None if it is this process's own."""
+        """The name by which every process can get the value; None if the value is this process's own."""
         return self._message.name or None
 
     @property
     def class_name(self) -> str:
+        """The name of the value's class."""
         return self._message.class_name
 
     def call(self, method: str, /, *args: object, timeout: float | None = None, **kwargs: object) -> Any:
-        """Calls a method there."""
-        # Without a name for the future, here and below: an error's traceback would have it.
+        """Calls a method of the value on the worker, and returns its result."""
+        # The future gets no name, here and below: the traceback of an error would keep it alive.
         return calls.wait(
             self.call_async(method, *args, timeout=timeout, **kwargs),
             f"{self.class_name}.{method} on {self._worker.target}",
@@ -54,18 +55,19 @@ class RemoteRef:
     def call_async(
         self, method: str, /, *args: object, timeout: float | None = None, **kwargs: object
     ) -> calls.CallFuture:
-        """Starts a call of a method there and returns its future."""
+        """Starts a call of a method of the value, and returns its future."""
         return self._worker._start(method, args, kwargs, timeout, target=self._message)
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """The value itself, brought here. Gradients flow back through it."""
+        """A copy of the value, sent to this process. Gradients flow back through it."""
         return self._worker.call("gradwire.fetch", self, timeout=timeout)
 
     def delete(self) -> None:
-        """Makes the worker let go of it now, whoever else may use it.
+        """Makes the worker drop the value now, even if other processes use it.
 
-        Only who made it can delete what has no name; anybody can delete what has one. What the worker's own
-        code shares stays. Raises `PermissionDenied` otherwise.
+        A value without a name can be deleted only by the process that made it, and a value with a name by
+        every process. Objects that the worker's own code shares cannot be deleted. Raises `PermissionDenied`
+        otherwise.
         """
         self._worker.call("gradwire.delete", self._message.peer.id, self._message.ref, self._message.name)
         self._releases = None
@@ -89,10 +91,10 @@ class RemoteRef:
     def __gradwire_ref__(self) -> value_pb2.RemoteRef:
         message = value_pb2.RemoteRef()
         message.CopyFrom(self._message)
-        message.ClearField("handle")  # whoever gets it keeps nothing alive
+        message.ClearField("handle")  # the receiver's ref must not keep the value alive
         message.address = message.address or self._worker.target
         if message.name:
-            # A name outlives a restart of the worker, which then has another id.
+            # The name is still valid after a restart of the worker, which then has another id.
             message.peer.id = self._worker._link.peer.id
         return message
 
@@ -104,6 +106,14 @@ class RemoteRef:
         releases = getattr(self, "_releases", None)
         if releases is not None:
             releases.append(self._handle)
+
+
+def message_of(ref: RemoteRef) -> value_pb2.RemoteRef:
+    """The message that describes a ref: its ids, its name, and the methods of its value.
+
+    Not an attribute of the ref, which would hide a method of the same name.
+    """
+    return ref._message
 
 
 class RemoteMethod:

@@ -1,4 +1,4 @@
-"""Handles to workers: what `connect` gives."""
+"""Handles to workers, which `connect` returns, and the handles to values that live on workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.api.function_info import FunctionInfo, function_info
 from gradwire.api.refs import RemoteRef
 from gradwire.autograd import ContextId, PeerReleases
 from gradwire.errors import ConnectFailed, GradwireError, LinkClosed, NotFound
-from gradwire.peers.connections import Again, WorkerConnection
+from gradwire.peers.connections import Reconnect, WorkerConnection
 from gradwire.peers.current import current_peer
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2, value_pb2
@@ -25,7 +25,18 @@ from gradwire.runtime.scope import current_scope, time_left
 from gradwire.runtime.scope import timeout as scope_timeout
 from gradwire.transport import Link, LinkSettings, Traffic
 
-__all__ = ["RemoteFunction", "RemoteWorker", "caller", "connect"]
+__all__ = [
+    "RemoteFunction",
+    "RemoteWorker",
+    "caller",
+    "connect",
+    "connection_of",
+    "handle_for",
+    "link_of",
+    "set_module_handle",
+    "start_remote",
+    "worker_of",
+]
 
 
 class RemoteWorker:
@@ -37,16 +48,16 @@ class RemoteWorker:
 
     def __init__(
         self,
-        place: WorkerConnection,
+        connection: WorkerConnection,
         target: str,
         devices: DeviceMap = NO_MAP,
         compression: Compression = NOT_COMPRESSED,
     ) -> None:
-        self._place = place
+        self._connection = connection
         self._target = target
         self._devices = devices
         self._compression = compression
-        place.join(self)
+        connection.join(self)
         self._closed = False
         self._was_connected = False
         self._description: describe_pb2.DescribeResponse | None = None
@@ -65,12 +76,12 @@ class RemoteWorker:
     def _link(self) -> Link:
         if self._closed:
             raise LinkClosed(f"this handle to {self._target} was closed", worker=self._target)
-        link = self._place.get(Again.NEEDED if self._was_connected else None)
+        link = self._connection.get(Reconnect.WAIT if self._was_connected else None)
         self._was_connected = True
         return link
 
-    def _ready(self) -> None:
-        """Connects, and checks the device map and the codecs against what the worker has."""
+    def _connect(self) -> None:
+        """Connects, and checks the device map and the codecs against the devices and codecs of the worker."""
         link = self._link
         self._compression.check(link)
         if self._devices is not NO_MAP:
@@ -81,11 +92,11 @@ class RemoteWorker:
     def call(self, function: str, /, *args: object, timeout: float | None = None, **kwargs: object) -> Any:
         """Calls a function and returns its result.
 
-        `timeout` in seconds bounds the whole call, and whatever it calls in turn. Raises
-        `DeadlineExceeded` when it runs out, and a `RemoteError` if the function raised. A function that has a
-        parameter of that name itself gets it with `gw.Keywords`.
+        `timeout` in seconds bounds the whole call, and the calls that the function makes in turn. Raises
+        `DeadlineExceeded` when the time runs out, and a `RemoteError` if the function raised. Pass a
+        parameter of the function that is itself called `timeout` with `gw.Keywords`.
         """
-        # Without a name for the future: an error's traceback would have it.
+        # The future gets no name here: the traceback of an error would keep it alive.
         return calls.wait(
             self.call_async(function, *args, timeout=timeout, **kwargs), f"{function} on {self._target}"
         )
@@ -95,7 +106,7 @@ class RemoteWorker:
     ) -> CallFuture:
         """Starts a call and returns its future, which can be waited for, awaited, or cancelled.
 
-        Tensors are read while they are sent: do not modify large ones before the future is done.
+        Tensors are read while they are sent: do not modify large tensors before the future is done.
         """
         return self._start(function, args, kwargs, timeout)
 
@@ -110,10 +121,11 @@ class RemoteWorker:
         keep: autograd_pb2.Keep | None = None,
     ) -> CallFuture:
         if timeout is not None:
-            # The time to connect, if that has to be done first, counts.
+            # The timeout includes the time to connect, if the link has to be opened first.
             with scope_timeout(timeout):
                 return self._start(function, args, kwargs, target=target, keep=keep)
-        # State, optimizers and what objects are made of arrive as they are: they are not sent once a step.
+        # Constructor arguments, states and optimizers are never compressed: they must arrive exactly, and are
+        # not sent in every step.
         is_exact = keep is not None or function.startswith("gradwire.")
         compression = NOT_COMPRESSED if is_exact else current_scope().compression or self._compression
         return calls.start_call(
@@ -125,10 +137,10 @@ class RemoteWorker:
             keep=keep,
             devices=self._devices,
             compression=compression,
-            resolve_ref=self._adopt,
+            resolve_ref=self._make_handle,
         )
 
-    # -- values that stay there
+    # -- values that stay on the worker
 
     def create(
         self,
@@ -141,13 +153,14 @@ class RemoteWorker:
     ) -> Any:
         """Makes an instance of an exposed class on the worker.
 
-        Returns a `gw.nn.RemoteModule` for a module and a `RemoteRef` for anything else. It belongs to this
-        process and goes with it; with a `name` it is shared with everybody by that name, and stays.
+        Returns a `gw.nn.RemoteModule` for a module and a `RemoteRef` for anything else. The instance belongs
+        to this process, and the worker drops it when this process ends. With a `name` every process can get
+        it by that name, and the worker keeps it.
 
         `stale` says what happens to a backward whose parameters were stepped after the forward: "error"
-        (raises `StaleParameters`) or "allow" (goes on with the new ones, for asynchronous training).
+        raises `StaleParameters`, "allow" goes on with the new parameters, for asynchronous training.
 
-        A class that has parameters called `name` or `stale` itself gets them with `gw.Keywords`.
+        Pass parameters of the class that are themselves called `name` or `stale` with `gw.Keywords`.
         """
         if stale not in ("error", "allow"):
             raise ValueError(f'stale is "error" or "allow", not {stale!r}')
@@ -168,62 +181,67 @@ class RemoteWorker:
         )
         return ref
 
-    def _adopt(self, message: value_pb2.RemoteRef) -> object:
+    def _make_handle(self, message: value_pb2.RemoteRef) -> object:
         """The handle for a ref that came from the worker."""
-        is_there = message.peer.id == self._link.peer.id
-        # A ref to a third process keeps nothing alive: that one does not know that it was passed on.
-        ref = RemoteRef(self, message) if is_there else handle_for(message, current_peer())
-        return _module_handles[-1](ref) if message.is_module and _module_handles else ref
+        is_held_there = message.peer.id == self._link.peer.id
+        # A ref to a value of a third process keeps nothing alive: that process does not know who got the ref.
+        ref = RemoteRef(self, message) if is_held_there else handle_for(message, current_peer())
+        return _module_handle(ref) if message.is_module and _module_handle is not None else ref
 
     def _releases(self) -> PeerReleases:
-        return self._place.engine.releases.to(self._link)
+        return self._connection.engine.releases.to(self._link)
 
     def ping(self, timeout: float | None = None) -> float:
-        """Seconds for a round trip."""
+        """Sends an empty request. Returns the seconds until its response."""
         start = time.perf_counter()
-        self._ask(link_pb2.METHOD_PING, b"", timeout)
+        self._request(link_pb2.METHOD_PING, b"", timeout)
         return time.perf_counter() - start
 
-    def _ask(self, method: int, body: bytes, timeout: float | None) -> bytes:
-        """Asks something other than a call."""
+    def _request(self, method: int, body: bytes, timeout: float | None) -> bytes:
+        """Sends a request that is not a call of a function. Returns the body of the response."""
         link = self._link
         future = link.send_request(method, body, timeout=time_left(timeout))
         link.read_for(future)
-        answer: bytes = future.result().body
-        return answer
+        response: bytes = future.result().body
+        return response
 
-    # -- what there is
+    # -- looking at the worker
 
     def traffic(self) -> Traffic:
-        """Bytes that this process and the worker sent each other since their link was opened."""
+        """The bytes that this process and the worker have sent each other since their link was opened."""
         return self._link.traffic
 
     def forget_error_feedback(self) -> None:
-        """Forgets, here and on the worker, what rounding left out of earlier gradients: for a new model."""
-        self._place.engine.feedback.forget(self._link.peer.id)
+        """Drops, here and on the worker, the rounding errors that were kept for the next gradients.
+
+        Call it before a new model is trained over the same calls.
+        """
+        self._connection.engine.feedback.forget(self._link.peer.id)
         self.call("gradwire.forget_error_feedback")
 
     def describe(self, timeout: float | None = 30.0) -> describe_pb2.DescribeResponse:
-        """What the worker says of itself, as protobuf."""
+        """The worker's description of itself, as protobuf: its functions, versions and devices."""
         request = describe_pb2.DescribeRequest().SerializeToString()
-        answer = self._ask(link_pb2.METHOD_DESCRIBE, request, timeout)
-        self._description = wire.parse(describe_pb2.DescribeResponse, answer)
+        response = self._request(link_pb2.METHOD_DESCRIBE, request, timeout)
+        self._description = wire.parse(describe_pb2.DescribeResponse, response)
         return self._description
 
     def inspect(self, timeout: float | None = 30.0) -> describe_pb2.InspectResponse:
         """What the worker holds right now, as protobuf: contexts, clients, memory."""
         request = describe_pb2.InspectRequest().SerializeToString()
-        return wire.parse(describe_pb2.InspectResponse, self._ask(link_pb2.METHOD_INSPECT, request, timeout))
+        response = self._request(link_pb2.METHOD_INSPECT, request, timeout)
+        return wire.parse(describe_pb2.InspectResponse, response)
 
     def cleanup(self, context: str, timeout: float | None = 30.0) -> bool:
-        """Makes the worker let go of a context, named as `inspect` names it. Whether there was such a one."""
+        """Makes the worker drop a context, named as `inspect` names it. Returns whether the worker held
+        it."""
         request = autograd_pb2.CleanupContextRequest()
         ContextId.from_text(context).write(request.context)
-        answer = self._ask(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout)
-        return wire.parse(autograd_pb2.CleanupContextResponse, answer).found
+        response = self._request(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout)
+        return wire.parse(autograd_pb2.CleanupContextResponse, response).found
 
     def functions(self) -> list[FunctionInfo]:
-        """What can be called, sorted by name."""
+        """The functions and classes that the worker serves, sorted by name."""
         return [function_info(function) for function in self.describe().functions]
 
     def __getattr__(self, name: str) -> RemoteFunction:
@@ -235,16 +253,16 @@ class RemoteWorker:
         try:
             served = [function.name for function in (self._description or self.describe(5.0)).functions]
         except GradwireError:
-            served = []  # completion must not fail because a worker is away
+            served = []  # completion in a shell must not fail because a worker cannot be reached
         return sorted({*super().__dir__(), *served})
 
     # -- end
 
     def close(self) -> None:
-        """Ends the use of this handle. The link is shared, and ends with the last handle to it."""
+        """Ends the use of this handle. The link is shared, and ends when its last handle is closed."""
         if not self._closed:
             self._closed = True
-            self._place.leave(self)
+            self._connection.leave(self)
 
     def __enter__(self) -> Self:
         return self
@@ -259,11 +277,11 @@ class RemoteWorker:
 
 
 class _ServedDoc:
-    """The docstring of a function on a worker, asked for when somebody looks."""
+    """The docstring of a function on a worker, requested from the worker when it is first read."""
 
     def __get__(self, function: RemoteFunction | None, owner: type) -> str:
         if function is None:
-            return "A function of a worker, to be called like one of one's own."
+            return "A function of a worker, called like a local function."
         try:
             return function._info().doc
         except (GradwireError, AttributeError):
@@ -341,25 +359,27 @@ def connect(
 ) -> RemoteWorker | list[RemoteWorker]:
     """Connects to a worker at ``"host:port"`` or ``"unix:path"``, or to several at once.
 
-    Asking again for the same target is cheap: the link is shared. Raises `ConnectFailed` if no worker
-    answers within `connect_timeout` seconds. A worker that is out of reach for `lost_after` seconds counts
-    as lost: what waits for it then raises `WorkerLost`.
+    To connect again to the same target is cheap: the link is shared. Raises `ConnectFailed` if no worker
+    responds within `connect_timeout` seconds. A worker that cannot be reached for `lost_after` seconds counts
+    as lost: calls that wait for it then raise `WorkerLost`.
 
-    Both wait, and try again meanwhile. With ``wait_for_ready=False`` nothing waits: connecting fails at the
-    first refusal, and so does a call while the link is cut, though the link is still mended.
+    During both times gradwire waits, and tries to connect again. With ``wait_for_ready=False`` it does not
+    wait: connecting fails at the first refusal, and a call fails at once while the link is cut. The link is
+    reopened in the background all the same.
 
-    A worker on the same host is reached around the network, and large tensors cross in shared memory, where
-    both are the same user's and nothing lies between them, such as a proxy. ``same_host=False`` leaves it.
+    A worker on the same host is reached through a local socket, and large tensors cross in shared memory, if
+    both processes belong to the same user and nothing such as a proxy lies between them.
+    ``same_host=False`` uses the network instead.
 
-    `max_tensor_elements` bounds what a result may span without that its bytes come, as an expanded tensor
-    does: a larger one raises `ResourceExhausted` here. The worker has the same setting for arguments.
+    `max_tensor_elements` bounds the elements of a result whose bytes were not all sent, such as an expanded
+    tensor: a larger one raises `ResourceExhausted` here. The worker has the same setting for arguments.
 
-    `device_map` says for devices of this process which of the worker's devices arguments go to, e.g.
-    ``{"cuda:0": "cuda:1"}``; results come back by the reverse, gradients follow their tensors. Without it
-    tensors arrive on the CPU. Raises `InvalidDeviceMap` if either end lacks a device.
+    `device_map` maps devices of this process to the worker's devices that arguments go to, e.g. ``{"cuda:0":
+    "cuda:1"}``. Results come back by the reverse map, and gradients follow their tensors. Without it tensors
+    arrive on the CPU. Raises `InvalidDeviceMap` if either end lacks a device.
 
-    `compress` makes large tensors smaller on their way, e.g. ``gw.Compression(backward="int8")``; without it
-    nothing is. Raises `CodecUnavailable` if either end lacks a codec.
+    `compress` makes large tensors smaller on the wire, e.g. ``gw.Compression(backward="int8")``. Without it
+    tensors are sent uncompressed. Raises `CodecUnavailable` if either end lacks a codec.
     """
     settings = LinkSettings(
         connect_timeout=connect_timeout,
@@ -371,28 +391,31 @@ def connect(
     devices = NO_MAP if device_map is None else DeviceMap(device_map)
     peer = current_peer()
     targets = [target] if isinstance(target, str) else target
-    for one in targets:
-        _check_address(one)
+    for address in targets:
+        _check_address(address)
     compression = compress or NOT_COMPRESSED
-    workers = [RemoteWorker(peer.place_for(one, settings), one, devices, compression) for one in targets]
+    workers = [
+        RemoteWorker(peer.connection_to(address, settings), address, devices, compression)
+        for address in targets
+    ]
     if len(workers) == 1:
-        workers[0]._ready()
+        workers[0]._connect()
     else:
-        # In this thread's context, for the deadline in force.
-        for ready in [peer.pool.submit(copy_context().run, worker._ready) for worker in workers]:
-            ready.result()
+        # Each in a copy of this thread's context variables, so that the deadline in force bounds it.
+        for connected in [peer.pool.submit(copy_context().run, worker._connect) for worker in workers]:
+            connected.result()
     return workers[0] if isinstance(target, str) else workers
 
 
 def _check_address(target: str) -> None:
-    """Fails at once for what can be no address, rather than when the time to connect is over."""
+    """Raises ConnectFailed at once for a target that is no address, and not after `connect_timeout`."""
     if target.startswith(("unix:", "dns:", "ipv4:", "ipv6:")):
         return  # gRPC's own forms
     host, _, port = target.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        error = ConnectFailed(f"{target!r} is no address: HOST:PORT or unix:PATH", worker=target)
-        error._retryable = False
-        raise error
+        raise ConnectFailed(
+            f"{target!r} is no address: HOST:PORT or unix:PATH", worker=target, retryable=False
+        )
 
 
 def caller() -> RemoteWorker:
@@ -402,7 +425,7 @@ def caller() -> RemoteWorker:
     """
     server_call = current_scope().server_call
     if server_call is None:
-        raise LookupError("gw.caller() is for served functions; nobody called this code")
+        raise LookupError("gw.caller() is for served functions; this code was not called by another process")
     link = server_call.link
     if link is None:
         raise LookupError("this function was called by a unary request, which cannot be called back")
@@ -410,30 +433,53 @@ def caller() -> RemoteWorker:
 
 
 def worker_of(message: value_pb2.RemoteRef, peer: LocalPeer) -> RemoteWorker:
-    """A handle to the worker that holds a value."""
+    """A handle to the worker that holds the value of a ref."""
     link = peer.find_link(message.peer.id)
     if link is not None:
         return _CallerHandle(link)
     if not message.address:
         raise NotFound(f"the worker that holds {message.class_name} has no address that is known here")
-    return RemoteWorker(peer.place_for(message.address, LinkSettings()), message.address)
+    return RemoteWorker(peer.connection_to(message.address, LinkSettings()), message.address)
 
 
 def handle_for(message: value_pb2.RemoteRef, peer: LocalPeer) -> RemoteRef:
-    """A handle for a ref to a value that lives elsewhere, and that somebody else keeps alive."""
+    """A handle for a ref that was passed on by another process, which keeps the value alive."""
     return RemoteRef(worker_of(message, peer), message, borrowed=True)
 
 
-_module_handles: list[Callable[[RemoteRef], object]] = []
+_module_handle: Callable[[RemoteRef], object] | None = None
 
 
-def adopt_modules_with(handle: Callable[[RemoteRef], object]) -> None:
-    """Says what stands for a module on a worker. `gradwire.nn` builds on this module, not the reverse."""
-    _module_handles.append(handle)
+def set_module_handle(make: Callable[[RemoteRef], object]) -> None:
+    """Sets what makes the handles for modules on workers.
+
+    `gradwire.training.modules` does so with `RemoteModule`: it imports this module, and not the reverse.
+    """
+    global _module_handle
+    _module_handle = make
+
+
+# Every public attribute of a handle would hide a served function, or a method, of the same name. So what the
+# rooms above need of a handle are functions here.
+
+
+def link_of(worker: RemoteWorker) -> Link:
+    """The link of a handle, opened if need be."""
+    return worker._link
+
+
+def connection_of(worker: RemoteWorker) -> WorkerConnection:
+    """The connection that a handle shares with the other handles to the same worker."""
+    return worker._connection
+
+
+def start_remote(worker: RemoteWorker, function: str, *args: object) -> CallFuture:
+    """Starts `worker.remote`: the future's result is a ref to the function's result."""
+    return worker._start(function, args, {}, keep=autograd_pb2.Keep())
 
 
 class _CallerHandle(RemoteWorker):
-    """Whoever called. Its link is not ours to close, nor to open again."""
+    """A handle over a link that the other process may have opened: it neither closes nor reopens the link."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(

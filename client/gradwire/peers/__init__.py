@@ -1,1 +1,1 @@
-"""This process as a peer of others: what it answers, and its connections to workers."""
+"""Peers: this process and the workers in it, the links to other peers, and the requests that they serve."""

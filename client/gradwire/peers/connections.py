@@ -1,4 +1,4 @@
-"""The connection to a worker: made when it is first needed, and again when it was lost."""
+"""The connection to a worker: opened when it is first needed, and opened again after it was lost."""
 
 from __future__ import annotations
 
@@ -13,99 +13,109 @@ from gradwire.peers.forking import refuse_if_forked
 from gradwire.runtime.scope import deadline
 from gradwire.transport import Link, LinkSettings
 
-__all__ = ["Again", "WorkerConnection"]
+__all__ = ["Reconnect", "WorkerConnection"]
 
 
-class Again(Enum):
-    """Why a worker is connected to that was connected before. Either takes no longer than its loss may."""
+class Reconnect(Enum):
+    """How long to try to reach a worker that was connected before."""
 
-    NEEDED = "needed"
-    """What it is needed for begins now. It has `lost_after` seconds to answer, else it counts as lost."""
-    LOST = "lost"
-    """It was out of reach for so long already. It is asked once whether it is back."""
+    WAIT = "wait"
+    """For new work: the worker counts as lost if it does not respond within `lost_after` seconds."""
+    PROBE = "probe"
+    """For a worker that was waited for in vain already: one short attempt shows whether it is back."""
 
 
 class WorkerConnection:
-    """A place for the link to one worker, made when it is first needed and again when it was lost."""
+    """The connection to one worker, shared by all handles to it.
+
+    It holds at most one link. The link is opened when it is first needed, and replaced after it ended.
+    """
 
     def __init__(
         self,
         engine: DistEngine,
         target: str,
-        connect: Callable[[Again | None], Link],
+        connect: Callable[[Reconnect | None], Link],
         lost_after: float = LinkSettings.lost_after,
     ) -> None:
         self.engine = engine
         self._target = target
         self._connect = connect
         self._lost_after = lost_after
-        self._connecting = threading.Lock()
-        self._lock = threading.Lock()
+        self._connect_lock = threading.Lock()
+        self._users_lock = threading.Lock()
         self._link: Link | None = None
         self._failures = 0
-        """How often connecting has failed."""
+        """How many attempts to connect have failed."""
         self._failure: errors.GradwireError | None = None
-        """Why it did the last time, unless it worked since."""
-        self._failed_again: Again | None = None
-        """What it was tried for then, and so for how long."""
+        """The error of the last attempt; None if that attempt succeeded."""
+        self._failed_reconnect: Reconnect | None = None
+        """The `reconnect` of the last attempt that failed, which decides how long it tried."""
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def get(self, again: Again | None = None) -> Link:
-        """The link. Connects if need be, for as long as the deadline in force allows.
+    def get(self, reconnect: Reconnect | None = None) -> Link:
+        """The link, opened if need be within the deadline in force.
 
-        For who had a link before, `again` says why: then the worker is lost if it does not answer soon.
+        A user that had a link before passes `reconnect`. The worker then counts as lost, and `WorkerLost` is
+        raised, if it does not respond in the time that `reconnect` allows.
         """
         refuse_if_forked()
         link = self._link
         if link is not None and link.ended is None:
             return link
-        if again is Again.LOST and not (link is not None and link.ended_by_timeout):
-            again = Again.NEEDED  # it ended for another reason: the worker may well be there
-        # Whoever comes while another connects waits for the same connection, or for the same failure.
+        if reconnect is Reconnect.PROBE and not (link is not None and link.ended_by_timeout):
+            reconnect = Reconnect.WAIT  # nobody has waited for this worker yet, so it may well be there
+        # A thread that comes while another one connects shares the outcome: the same link, or the same
+        # failure.
         failures = self._failures
         left = deadline()
-        waits = -1 if left is None else left
-        if again is not None and not 0 <= waits < self._lost_after:
-            waits = self._lost_after
-        if not self._connecting.acquire(timeout=waits):
+        lock_timeout = -1 if left is None else left
+        if reconnect is not None and not 0 <= lock_timeout < self._lost_after:
+            lock_timeout = self._lost_after
+        if not self._connect_lock.acquire(timeout=lock_timeout):
             message = f"no time left to wait for the connection to {self._target}"
-            raise (errors.DeadlineExceeded if waits == left else errors.WorkerLost)(
+            raise (errors.DeadlineExceeded if lock_timeout == left else errors.WorkerLost)(
                 message, worker=self._target
             )
         try:
             if self._link is None or self._link.ended is not None:
-                is_shared = self._failures != failures and again is self._failed_again
+                is_shared = self._failures != failures and reconnect is self._failed_reconnect
                 if is_shared and self._failure is not None:
                     raise self._failure.again()
                 try:
-                    self._link, self._failure = self._connect(again), None
+                    self._link, self._failure = self._connect(reconnect), None
                 except errors.LinkError as error:
                     self._failures += 1
-                    self._failure, self._failed_again = error.again(), again
+                    self._failure, self._failed_reconnect = error.again(), reconnect
                     raise
             return self._link
         finally:
-            self._connecting.release()
+            self._connect_lock.release()
 
     @property
     def link(self) -> Link | None:
-        """The link as it is: maybe ended, None if there was none yet."""
+        """The link as it is now: it may have ended, and is None before the first connect."""
         return self._link
 
     def join(self, user: object) -> None:
-        with self._lock:
+        """Registers a handle that uses this connection."""
+        with self._users_lock:
             self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Ends the link if this was its last user. Users that were just dropped do not count, so that a
-        program may ask for a handle whenever it needs one and pay for one link."""
-        with self._lock:
+        """Ends the link if `user` was its last user.
+
+        Users that were garbage-collected without leaving do not end it: a program may make a handle whenever
+        it needs one, and pays for one link only.
+        """
+        with self._users_lock:
             self._users.discard(user)
             unused = not self._users
         if unused:
             self.close()
 
     def close(self, *, leaving: bool = False) -> None:
+        """Ends the link. `leaving` tells the worker that this whole peer goes, not only the link."""
         link, self._link = self._link, None
         if link is not None:
             link.close(leaving=leaving)

@@ -16,14 +16,14 @@ from gradwire.wire.ids import ContextId
 __all__ = ["current_context_id", "current_peer", "default_peer", "reset_default_peer"]
 
 _EXIT_SECONDS = 1.0
-"""How long the end of the process waits for code that still computes for others."""
+"""How long the exit of the process waits for code that still computes for other peers."""
 
 _default: LocalPeer | None = None
 _default_lock = threading.Lock()
 
 
 def default_peer() -> LocalPeer:
-    """The peer that the program itself is, made when it is first needed."""
+    """The program's own peer, made when it is first needed."""
     global _default
     peer = _default
     if peer is not None:
@@ -57,7 +57,8 @@ def current_context_id() -> ContextId:
 
 @atexit.register
 def _close_all() -> None:
-    """Python calls this when all non-daemon threads have ended: they may use gradwire until then."""
+    """Closes all peers. Python calls this after all non-daemon threads have ended, so that these may use
+    gradwire to their end."""
     call_each(peer.close for peer in list(live_peers))
     end_computing(_EXIT_SECONDS)
 

@@ -1,4 +1,7 @@
-"""Refusing to go on in a process that was forked off one that used gradwire: gRPC's threads stay behind."""
+"""Refuses to work in a process that was forked from a process that used gradwire.
+
+gRPC's threads do not come along into the forked process, so that its links would hang.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["live_peers", "refuse_if_forked"]
 
 live_peers: weakref.WeakSet[LocalPeer] = weakref.WeakSet()
-"""The peers that this process is: one for the program, one for each worker in it."""
+"""The peers of this process: one for the program, one for each worker in it."""
 _forked_from: int | None = None
+"""The id of the parent process, if that had used gradwire before it forked this process."""
 
 
 def refuse_if_forked() -> None:
-    """Raises ForkedProcess in a process that was forked off one that used gradwire."""
+    """Raises ForkedProcess in a process that was forked from a process that used gradwire."""
     if _forked_from is not None:
         raise ForkedProcess(
             f"process {_forked_from} used gradwire before it forked this one, and gRPC's threads did "

@@ -1,7 +1,7 @@
-"""A peer: this process, or one worker in it, as others see it.
+"""A peer of this process: the program itself, or one worker in it, as other peers see it.
 
-A peer has an id and a name, answers questions that come over its links, and keeps its links to others.
-A plain program has one, made when it is first needed; each `gradwire_server.Worker` has its own.
+A peer has an id and a name, serves the requests that come over its links, and keeps its links to other peers.
+A plain program has one peer, made when it is first needed; each `gradwire_server.Worker` has its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 
 from gradwire import errors
 from gradwire.autograd import DistEngine, serve_cleanup, serve_propagate
-from gradwire.peers.connections import Again, WorkerConnection
+from gradwire.peers.connections import Reconnect, WorkerConnection
 from gradwire.peers.forking import live_peers
 from gradwire.proto.v1 import link_pb2
 from gradwire.runtime.scope import Scope, deadline, entered
@@ -27,18 +27,19 @@ from gradwire.transport import GrpcLink, Handler, Link, LinkSettings, PeerIdenti
 __all__ = ["LocalPeer"]
 
 
-_GLANCE_SECONDS = 0.5
-"""How long to look whether a worker that was lost is back."""
+_PROBE_SECONDS = 0.5
+"""How long `Reconnect.PROBE` tries to reach a worker that was lost."""
 
 
 class LocalPeer:
-    """One engine."""
+    """One peer: its identity, its autograd engine, the methods that it serves, and its links."""
 
     def __init__(self, name: str | None = None) -> None:
         name = name or f"{socket.gethostname()}-{os.getpid()}"
         check_engine()
         self.identity = PeerIdentity(new_id(), name)
-        # Without a ceiling: a thread that waits for another call must never keep that call from running.
+        # The pool has no maximum size: a thread that waits for another call must not keep that call from
+        # running.
         self.pool = DaemonThreads("gradwire")
         self.engine = DistEngine(self.identity.id, self.find_link)
         self.methods: dict[int, Handler] = {
@@ -46,22 +47,24 @@ class LocalPeer:
             link_pb2.METHOD_PROPAGATE_GRADIENTS: self._serve_propagate,
             link_pb2.METHOD_CLEANUP_CONTEXT: partial(serve_cleanup, self.engine),
         }
-        self._runs = 0
-        self._runs_lock = threading.Lock()
-        self._runs_ended = threading.Condition(self._runs_lock)
-        self._end_of_runs_is_awaited = False
+        self._backwards = 0
+        """How many backwards run here for other peers."""
+        self._backwards_lock = threading.Lock()
+        self._backwards_ended = threading.Condition(self._backwards_lock)
+        self._end_of_backwards_is_awaited = False
         self._lock = threading.Lock()
         self._links: dict[int, list[Link]] = {}
-        self._places: dict[tuple[str, LinkSettings], WorkerConnection] = {}
+        self._connections: dict[tuple[str, LinkSettings], WorkerConnection] = {}
         self._closed = False
         live_peers.add(self)
 
     @property
     def serves_functions(self) -> bool:
+        """Whether this peer is a worker; a plain program serves no calls of functions."""
         return link_pb2.METHOD_FORWARD_WITH_AUTOGRAD in self.methods
 
-    def handle(self, server_call: ServerCall) -> None:
-        """Answers a question that came over any link of this peer."""
+    def dispatch(self, server_call: ServerCall) -> None:
+        """Hands a request that came over any link of this peer to the handler of its method."""
         handler = self.methods.get(server_call.method)
         if handler is None:
             server_call.fail(faults.describe(self._not_served(server_call.method), self.identity.name))
@@ -78,48 +81,52 @@ class LocalPeer:
         return errors.ProtocolError(f"{self.identity.name} does not know method {method}")
 
     def _serve_propagate(self, server_call: ServerCall) -> None:
-        with self._runs_lock:
-            self._runs += 1
+        with self._backwards_lock:
+            self._backwards += 1
         if server_call.may_run_inline():
             self._run_backward(server_call)
         else:
-            # A thread of its own for each, without a ceiling: runs wait for one another.
+            # Each backward gets a thread of its own, however many there are: backwards wait for one another.
             self.pool.submit(self._run_backward, server_call)
 
     def _run_backward(self, server_call: ServerCall) -> None:
         try:
-            self.answer(server_call, partial(serve_propagate, self.engine))
+            self.serve(server_call, partial(serve_propagate, self.engine))
         finally:
-            with self._runs_lock:
-                self._runs -= 1
-                if self._end_of_runs_is_awaited:
-                    self._runs_ended.notify_all()
+            with self._backwards_lock:
+                self._backwards -= 1
+                if self._end_of_backwards_is_awaited:
+                    self._backwards_ended.notify_all()
 
     def wait_for_backwards(self, timeout: float) -> bool:
-        """Whether all backwards that others asked for were done in time."""
-        with self._runs_ended:
-            self._end_of_runs_is_awaited = True
-            return self._runs_ended.wait_for(lambda: self._runs == 0, timeout)
+        """Waits until no backward runs here for another peer. Returns False if the timeout ends first."""
+        with self._backwards_ended:
+            self._end_of_backwards_is_awaited = True
+            return self._backwards_ended.wait_for(lambda: self._backwards == 0, timeout)
 
-    def answer(
+    def serve(
         self,
         server_call: ServerCall,
         work: Callable[[ServerCall], None],
         around_wait: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Does work in the scope of a question. Whatever it raises becomes the answer."""
+        """Runs the work of a request in the request's scope. Whatever the work raises becomes the
+        response."""
         scope = Scope(self, server_call, server_call.deadline, around_wait=around_wait)
         try:
-            # Whatever runs a backward here enters a scope of its own, in the context that was asked for.
+            # Not carried to torch's engine threads: work that runs a backward enters a scope of its own for
+            # it, in the context that the request names.
             with computing(), entered(scope, carried=False):
                 server_call.begin()
                 if server_call.cancelled or server_call.deadline is not None:
-                    self._check_wanted(server_call)
+                    self._refuse_if_abandoned(server_call)
                 work(server_call)
         except BaseException as error:  # a served function may raise SystemExit; the peer goes on
             server_call.fail(faults.describe(error, self.identity.name))
 
-    def _check_wanted(self, server_call: ServerCall) -> None:
+    def _refuse_if_abandoned(self, server_call: ServerCall) -> None:
+        """Raises if the requester has cancelled the request, or its deadline has passed, before it
+        started."""
         name = self.identity.name
         if server_call.cancelled:
             raise errors.Cancelled("the call was cancelled before it started", worker=name)
@@ -130,24 +137,25 @@ class LocalPeer:
     # -- links
 
     def find_link(self, peer: int) -> Link | None:
-        """A link to another peer, whoever opened it."""
+        """The newest link to another peer, opened by either end; None if there is none."""
         with self._lock:
             links = self._links.get(peer)
             return links[-1] if links else None
 
     @property
     def links(self) -> list[Link]:
-        """All links, whoever opened them."""
+        """All open links, whichever end opened them."""
         with self._lock:
             return [link for links in self._links.values() for link in links]
 
-    def met(self, link: Link) -> None:
-        """A link is open. When the last one to a peer ends, what was held for that peer goes."""
+    def add_link(self, link: Link) -> None:
+        """Registers a link that was opened. When the last link to a peer ends, the engine releases what it
+        holds for that peer."""
         with self._lock:
             self._links.setdefault(link.peer.id, []).append(link)
-        link.when_ended(self._parted)
+        link.when_ended(self._remove_link)
 
-    def _parted(self, link: Link) -> None:
+    def _remove_link(self, link: Link) -> None:
         peer = link.peer.id
         with self._lock:
             links = self._links.get(peer, [])
@@ -156,44 +164,45 @@ class LocalPeer:
             if links:
                 return
             self._links.pop(peer, None)
-        # One that closed this link may still come by way of others. One that leaves, or is lost, is gone.
+        # A peer that only closed this link may still take part by way of other peers. A peer that leaves, or
+        # is lost, is gone.
         closed = link.ended if isinstance(link.ended, errors.LinkClosed) else None
         self.engine.forget_client(peer, is_gone=closed is None or closed.leaving)
 
-    def place_for(self, target: str, settings: LinkSettings) -> WorkerConnection:
-        """Where the link to a worker is, or will be."""
+    def connection_to(self, target: str, settings: LinkSettings) -> WorkerConnection:
+        """The connection to a worker, shared by all that ask for the same target and settings."""
         with self._lock:
             if self._closed:
                 raise errors.LinkClosed(f"{self.identity.name} has been shut down")
             key = (target, settings)
-            if key not in self._places:
+            if key not in self._connections:
                 connect = partial(self._connect, target, settings)
-                self._places[key] = WorkerConnection(self.engine, target, connect, settings.lost_after)
-            return self._places[key]
+                self._connections[key] = WorkerConnection(self.engine, target, connect, settings.lost_after)
+            return self._connections[key]
 
-    def _connect(self, target: str, settings: LinkSettings, again: Again | None) -> Link:
+    def _connect(self, target: str, settings: LinkSettings, reconnect: Reconnect | None) -> Link:
         if self._closed:
             raise errors.LinkClosed(f"{self.identity.name} has been shut down")
-        link = GrpcLink(target, self.identity, self.handle, settings)
-        if again is None or not settings.wait_for_ready:
+        link = GrpcLink(target, self.identity, self.dispatch, settings)
+        if reconnect is None or not settings.wait_for_ready:
             link.connect(deadline())
         else:
-            is_lost = again is Again.LOST
-            patience = min(settings.connect_timeout, _GLANCE_SECONDS if is_lost else settings.lost_after)
+            is_probe = reconnect is Reconnect.PROBE
+            patience = min(settings.connect_timeout, _PROBE_SECONDS if is_probe else settings.lost_after)
             try:
-                link.connect(deadline(), connect_timeout=patience, wait_for_ready=not is_lost)
+                link.connect(deadline(), connect_timeout=patience, wait_for_ready=not is_probe)
             except errors.ConnectFailed as error:
                 message = f"{target} was there and is gone: {error}"
                 raise errors.WorkerLost(message, worker=target) from error
-        self.met(link)
+        self.add_link(link)
         return link
 
     def close(self) -> None:
-        """Ends all links and threads."""
+        """Ends all connections and threads of this peer."""
         with self._lock:
             self._closed = True
-            places, self._places = list(self._places.values()), {}
-        for place in places:
-            place.close(leaving=True)
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.close(leaving=True)
         self.engine.close()
         self.pool.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Checkpoints: models and optimizers, wherever their parts live, in one directory."""
+"""Checkpoints: a model and its optimizer, here and on workers, saved as one directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from gradwire.errors import CheckpointMismatch, WrongArguments
 from gradwire.torch_internals import set_state_metadata, state_metadata
-from gradwire.training.modules import RemoteModule, StateWithoutRemoteParts
+from gradwire.training.modules import LocalStateDict, RemoteModule
 from gradwire.training.optimizers import DistributedOptimizer
 from gradwire.training.progress import ByteProgress
 from gradwire.training.snapshots import DirectoryLock, SnapshotReader, SnapshotWriter, encoded_dict
@@ -23,10 +23,10 @@ Model = torch.nn.Module | Mapping[str, torch.nn.Module]
 
 
 class LoadedKeys(NamedTuple):
-    """What did not match in a load with ``strict=False``. Both are empty otherwise."""
+    """The keys that did not match in a load with ``strict=False``. Both lists are empty otherwise."""
 
     missing: list[str]
-    """Keys of the model that the checkpoint lacks; they were left as they are."""
+    """Keys of the model that the checkpoint lacks; their values were not changed."""
     unexpected: list[str]
     """Keys of the checkpoint that the model lacks."""
 
@@ -40,12 +40,13 @@ def save(
 ) -> None:
     """Saves a model, and its optimizer, as a directory.
 
-    `model` is a module or a dict of modules. They may live here, on workers, or both; what lives on a worker
-    is fetched from there, one module at a time. The directory holds safetensors files and a manifest with
-    their hashes. It is written whole or not at all: whenever this process is killed, what was saved there
-    before can still be loaded. `progress` shows a bar; by default, if stderr is a terminal.
+    `model` is a module or a dict of modules. They may live here, on workers, or both; the states of remote
+    modules are fetched one at a time. The directory holds safetensors files and a manifest with their hashes.
+    It is replaced as a whole or not at all: if this process is killed at any time, the checkpoint that was
+    there before can still be loaded. `progress` shows a bar; by default if stderr is a terminal.
 
-    Raises `CheckpointError` if the directory cannot be written, or the state holds what cannot be saved.
+    Raises `CheckpointError` if the directory cannot be written, or the state has a value that cannot be
+    saved.
 
     >>> import gradwire as gw, tempfile, torch
     >>> layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
@@ -66,9 +67,10 @@ def save(
         state = {
             "single": is_single,
             "model": encoded_dict(
-                (name, _put_module(writer, module, name or "model", bar)) for name, module in modules.items()
+                (name, _write_module(writer, module, name or "model", bar))
+                for name, module in modules.items()
             ),
-            "optimizer": None if optimizer is None else _put_optimizer(writer, optimizer, bar),
+            "optimizer": None if optimizer is None else _write_optimizer(writer, optimizer, bar),
         }
         writer.commit(state)
 
@@ -81,11 +83,12 @@ def load(
     strict: bool = True,
     progress: bool | None = None,
 ) -> LoadedKeys:
-    """Loads what `save` saved into a model and an optimizer of the same make, wherever their parts live now.
+    """Loads a checkpoint of `save` into a model and an optimizer of the same structure.
 
-    All files are checked against their hashes, and all keys and shapes against the model, before anything is
-    changed: `CheckpointError` names a file that is missing or damaged, `CheckpointMismatch` what does not
-    fit. With ``strict=False`` keys that only one side has are left alone, and returned.
+    The modules may live elsewhere than when they were saved. All files are checked against their hashes, and
+    all keys and shapes against the model, before anything is changed: `CheckpointError` names a file that is
+    missing or damaged, `CheckpointMismatch` the keys and shapes that do not fit. With ``strict=False`` keys
+    that only the model or only the checkpoint has are ignored, and returned.
     """
     source = Path(path)
     modules, is_single = _modules(model)
@@ -96,24 +99,25 @@ def load(
             return bar.advance
 
         with SnapshotReader(source, "checkpoint", advance=begin) as snapshot:
-            saved: dict[str, Any] = _pairs(snapshot.state["model"])
+            saved: dict[str, Any] = _encoded_items(snapshot.state["model"])
             _check_names(source, modules, is_single, saved, snapshot.state["single"])
             keys = LoadedKeys([], [])
-            misfits: list[str] = []
+            mismatches: list[str] = []
             for name, module in modules.items():
-                _compare(snapshot, name, module, saved[name], keys, misfits)
+                _compare_keys_and_shapes(snapshot, name, module, saved[name], keys, mismatches)
             if strict and keys.missing:
-                misfits.append(f"it lacks {_some(keys.missing)}")
+                mismatches.append(f"it lacks {_first_few(keys.missing)}")
             if strict and keys.unexpected:
-                misfits.append(f"the model lacks {_some(keys.unexpected)}")
-            _refuse(source, "model", misfits)
+                mismatches.append(f"the model lacks {_first_few(keys.unexpected)}")
+            _refuse(source, "model", mismatches)
             if optimizer is not None:
                 saved_optimizer = snapshot.state["optimizer"]
-                _refuse(source, "optimizer", _optimizer_misfits(saved_optimizer, optimizer))
+                _refuse(source, "optimizer", _optimizer_mismatches(saved_optimizer, optimizer))
             for name, module in modules.items():
                 _load_module(source, snapshot, module, saved[name], strict)
             if optimizer is not None:
-                # Copies: an optimizer goes on with the very tensors that it is given.
+                # Copies, because an optimizer keeps the tensors that it is given, and views of the files
+                # would end with the snapshot.
                 optimizer.load_state_dict(snapshot.get(saved_optimizer["state"], copy=True))
     return keys
 
@@ -130,8 +134,8 @@ def _modules(model: Model) -> tuple[dict[str, torch.nn.Module], bool]:
     return modules, False
 
 
-def _pairs(encoded: Any) -> dict[str, Any]:
-    """An encoded dict with its values still encoded."""
+def _encoded_items(encoded: Any) -> dict[str, Any]:
+    """The items of an encoded dict, with the values still encoded."""
     return dict(encoded["$dict"]) if "$dict" in encoded else encoded
 
 
@@ -139,25 +143,25 @@ def _pairs(encoded: Any) -> dict[str, Any]:
 
 
 def _local_state(module: torch.nn.Module) -> tuple[dict[str, Any], list[tuple[str, RemoteModule]], Any]:
-    """The state that is here, the remote modules with their prefixes, and torch's notes on versions."""
-    if any(isinstance(part, RemoteModule) for part in module.modules()):
-        destination = StateWithoutRemoteParts()
+    """The local state, the remote modules with the prefixes of their keys, and torch's version metadata."""
+    if any(isinstance(submodule, RemoteModule) for submodule in module.modules()):
+        destination = LocalStateDict()
         module.state_dict(destination=destination)
-        return destination, destination.remote_parts, state_metadata(destination)
+        return destination, destination.remote_modules, state_metadata(destination)
     state = module.state_dict()
     return state, [], state_metadata(state)
 
 
-def _put_module(writer: SnapshotWriter, module: torch.nn.Module, where: str, bar: ByteProgress) -> Any:
-    state, remote_parts, metadata = _local_state(module)
+def _write_module(writer: SnapshotWriter, module: torch.nn.Module, where: str, bar: ByteProgress) -> Any:
+    state, remote_modules, metadata = _local_state(module)
     bar.expect(sum(_nbytes(value) for value in state.values()))
-    sizes = [_remote_sizes(part) for _, part in remote_parts]
+    sizes = [_remote_sizes(part) for _, part in remote_modules]
     bar.expect(sum(entry[1] for size in sizes for entry in size.values() if entry is not None))
 
     def items() -> Iterator[tuple[str, Any]]:
         for key, value in state.items():
             yield key, writer.put(value, f"{where}.{key}")
-        for prefix, part in remote_parts:
+        for prefix, part in remote_modules:
             for key, value in part.state_dict().items():
                 yield prefix + key, writer.put(value, f"{where}.{prefix}{key}")
 
@@ -165,7 +169,7 @@ def _put_module(writer: SnapshotWriter, module: torch.nn.Module, where: str, bar
 
 
 def _remote_sizes(module: RemoteModule) -> dict[str, tuple[list[int], int] | None]:
-    """The shape and the bytes of each tensor of a state; None for what is no tensor."""
+    """The shape and the size in bytes of each tensor of a remote module's state; None for other values."""
     sizes: dict[str, tuple[list[int], int] | None] = module.worker.call(
         "gradwire.module.state_sizes", module.ref
     )
@@ -173,7 +177,7 @@ def _remote_sizes(module: RemoteModule) -> dict[str, tuple[list[int], int] | Non
 
 
 def _nbytes(value: Any) -> int:
-    """Of all tensors in a value."""
+    """The size in bytes of all dense tensors in a value."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.itemsize if value.layout is torch.strided else 0
     if isinstance(value, Mapping):
@@ -192,21 +196,21 @@ def _check_names(
         raise CheckpointMismatch(f"{source} is a checkpoint of {there}, not of {wanted}; nothing was loaded")
 
 
-def _compare(
+def _compare_keys_and_shapes(
     snapshot: SnapshotReader,
     name: str,
     module: torch.nn.Module,
     saved: Any,
     keys: LoadedKeys,
-    misfits: list[str],
+    mismatches: list[str],
 ) -> None:
-    """Compares keys and shapes without fetching a tensor."""
-    state, remote_parts, _ = _local_state(module)
+    """Adds to `keys` and `mismatches` how a module differs from its saved state. Fetches no tensor."""
+    state, remote_modules, _ = _local_state(module)
     shapes: dict[str, tuple[int, ...] | None] = {key: _shape(value) for key, value in state.items()}
-    for prefix, part in remote_parts:
+    for prefix, part in remote_modules:
         for key, entry in _remote_sizes(part).items():
             shapes[prefix + key] = None if entry is None else tuple(entry[0])
-    there = _pairs(saved["state"])
+    there = _encoded_items(saved["state"])
     prefix = f"{name}." if name else ""
     keys.missing.extend(prefix + key for key in shapes if key not in there)
     keys.unexpected.extend(prefix + key for key in there if key not in shapes)
@@ -216,7 +220,7 @@ def _compare(
         if shape is not None and found is not None and shape != found:
             wrong.append(f"{prefix}{key} has the shape {list(found)} there and {list(shape)} here")
     if wrong:
-        misfits.append(_some(wrong))
+        mismatches.append(_first_few(wrong))
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -226,14 +230,14 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
-def _refuse(source: Path, what: str, misfits: list[str]) -> None:
-    if misfits:
+def _refuse(source: Path, what: str, mismatches: list[str]) -> None:
+    if mismatches:
         raise CheckpointMismatch(
-            f"{source} does not fit this {what}: {'; '.join(misfits)}. Nothing was loaded"
+            f"{source} does not fit this {what}: {'; '.join(mismatches)}. Nothing was loaded"
         )
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -253,7 +257,7 @@ def _load_module(
 # -- optimizers
 
 
-def _put_optimizer(writer: SnapshotWriter, optimizer: torch.optim.Optimizer, bar: ByteProgress) -> Any:
+def _write_optimizer(writer: SnapshotWriter, optimizer: torch.optim.Optimizer, bar: ByteProgress) -> Any:
     parts = (
         optimizer.state_parts()
         if isinstance(optimizer, DistributedOptimizer)
@@ -274,8 +278,8 @@ def _put_optimizer(writer: SnapshotWriter, optimizer: torch.optim.Optimizer, bar
     return {"distributed": isinstance(optimizer, DistributedOptimizer), "state": encoded_dict(items())}
 
 
-def _optimizer_misfits(saved: Any, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Whether it has the same groups with as many parameters, here and on each worker."""
+def _optimizer_mismatches(saved: Any, optimizer: torch.optim.Optimizer) -> list[str]:
+    """How the groups of an optimizer differ from those that were saved, here and on each worker."""
     if saved is None:
         return ["the checkpoint was saved without an optimizer"]
     is_distributed = isinstance(optimizer, DistributedOptimizer)
@@ -284,7 +288,7 @@ def _optimizer_misfits(saved: Any, optimizer: torch.optim.Optimizer) -> list[str
         return [f"it was saved from {kind}"]
     state = saved["state"]
     if not isinstance(optimizer, DistributedOptimizer):
-        return _group_misfits("", state, [len(group["params"]) for group in optimizer.param_groups])
+        return _group_mismatches("", state, [len(group["params"]) for group in optimizer.param_groups])
     here, remote = optimizer.group_sizes()
     if len(state["param_groups"]) != len(optimizer.param_groups):
         return [f"it has {len(state['param_groups'])} groups there and {len(optimizer.param_groups)} here"]
@@ -292,13 +296,13 @@ def _optimizer_misfits(saved: Any, optimizer: torch.optim.Optimizer) -> list[str
         return [f"it was on {len(state['remote'])} workers, and is on {len(remote)}"]
     if (state["local"] is None) != (here is None):
         return ["it had parameters in the saving process, or has some here, and not both"]
-    misfits = [] if here is None else _group_misfits("the part here: ", state["local"], here)
+    mismatches = [] if here is None else _group_mismatches("the part here: ", state["local"], here)
     for part, (target, sizes) in zip(state["remote"], remote, strict=True):
-        misfits += _group_misfits(f"the part on {target}: ", part, sizes)
-    return misfits
+        mismatches += _group_mismatches(f"the part on {target}: ", part, sizes)
+    return mismatches
 
 
-def _group_misfits(where: str, state: Any, sizes: list[int]) -> list[str]:
+def _group_mismatches(where: str, state: Any, sizes: list[int]) -> list[str]:
     saved = [len(group["params"]) for group in state["param_groups"]]
     if saved == sizes:
         return []

@@ -1,4 +1,4 @@
-"""Modules whose parameters live on a worker."""
+"""Handles to modules whose parameters live on a worker."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 
 from gradwire.api.contexts import is_explicit
-from gradwire.api.refs import RemoteRef
-from gradwire.api.workers import RemoteWorker, adopt_modules_with
+from gradwire.api.refs import RemoteRef, message_of
+from gradwire.api.workers import RemoteWorker, link_of, set_module_handle
 from gradwire.errors import GradwireError
 from gradwire.peers.current import current_context_id
 from gradwire.torch_internals import (
@@ -25,64 +25,67 @@ from gradwire.torch_internals import (
     unscale_and_check,
 )
 
-__all__ = ["RemoteModule"]
+__all__ = ["LocalStateDict", "RemoteModule", "RemoteParameters"]
 
 
-class StateWithoutRemoteParts(OrderedDict[str, Any]):
-    """A destination for `state_dict()` that only lists remote modules, to be fetched one at a time."""
+class LocalStateDict(OrderedDict[str, Any]):
+    """A destination for `state_dict()` that takes the local state only.
+
+    It lists the remote modules instead of fetching their states, so that they can be fetched one at a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.remote_parts: list[tuple[str, RemoteModule]] = []
-        """With the prefix of each."""
+        self.remote_modules: list[tuple[str, RemoteModule]] = []
+        """The remote modules, each with the prefix of its keys."""
         set_state_metadata(self, OrderedDict())
 
 
 class RemoteModule(torch.nn.Module):
-    """A module on a worker, to be used like one of one's own.
+    """A module on a worker, used like a local module.
 
-    `worker.create` and `worker.get` give one. Calls run there, and backward flows through them; the
-    gradients of its parameters stay there, for `gw.optim.DistributedOptimizer`. Methods of its class can be
-    called as attributes. Among `parameters()` one `RemoteParameters` stands for all that it has: they are
-    not in this process.
+    `worker.create` and `worker.get` return one. Calls run on the worker, and backward flows through them. The
+    gradients of the parameters stay on the worker, for `gw.optim.DistributedOptimizer`. Methods of the
+    module's class can be called as attributes. `parameters()` yields one `RemoteParameters`, which stands for
+    all parameters of the module: they are not in this process.
 
-    Inside a local module, `train()`, `eval()`, `zero_grad()`, `requires_grad_()`, a change of dtype,
-    `state_dict()` and `load_state_dict()` of the whole reach it, too. `to(device)` moves it only when called
-    on itself, since the devices are the worker's.
+    Inside a local module, the local module's `train()`, `eval()`, `zero_grad()`, `requires_grad_()`, changes
+    of dtype, `state_dict()` and `load_state_dict()` include the remote module. `to(device)` moves a remote
+    module only if it is called on the remote module itself, since the devices are the worker's.
     """
 
     def __init__(self, ref: RemoteRef) -> None:
         super().__init__()
         self.ref = ref
-        # Not of this module, but of the ref: a circle would keep the worker's module until Python looks
-        # for circles.
-        # Under a name that is no attribute, since every attribute might be a method of the class.
+        # RemoteParameters refers to the ref and not to this module: a reference cycle would keep the worker's
+        # module alive until a garbage collection. "<remote>" cannot be an attribute, and any valid attribute
+        # name might be a method of the module's class.
         put_parameter(self, "<remote>", RemoteParameters(ref))
 
     @property
     def worker(self) -> RemoteWorker:
-        """Where it lives."""
+        """The worker that holds the module."""
         return self.ref.worker
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.ref(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        self._verb("train", mode)
+        self._call_builtin("train", mode)
         return super().train(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients that its parameters have from this process."""
-        self._verb("zero_grad")
+        """Drops the gradients that this process's backwards have given the parameters."""
+        self._call_builtin("zero_grad")
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        self._verb("requires_grad_", requires_grad)
+        self._call_builtin("requires_grad_", requires_grad)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Moves it to a device of the worker, or to a dtype."""
+        """Moves the module to a device of the worker, or converts it to a dtype."""
         device, dtype, _, _ = parse_to(*args, **kwargs)
-        self._verb("to", device, dtype)
+        self._call_builtin("to", device, dtype)
         return self
 
     def cpu(self) -> Self:
@@ -92,21 +95,21 @@ class RemoteModule(torch.nn.Module):
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     def num_parameters(self, trainable_only: bool = False) -> int:
-        """How many numbers its parameters are."""
-        count: int = self._verb("num_parameters", trainable_only)
+        """How many elements the module's parameters have in total."""
+        count: int = self._call_builtin("num_parameters", trainable_only)
         return count
 
     def delete(self) -> None:
-        """Makes the worker let go of it now."""
+        """Makes the worker drop the module now."""
         self.ref.delete()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Its parameters and buffers, brought here."""
+        """The module's parameters and buffers, copied to this process."""
         destination, prefix = _state_dict_arguments(*args, **kwargs)
-        if isinstance(destination, StateWithoutRemoteParts):
-            destination.remote_parts.append((prefix, self))
+        if isinstance(destination, LocalStateDict):
+            destination.remote_modules.append((prefix, self))
             return destination
-        state, metadata = self._verb("state_dict")
+        state, metadata = self._call_builtin("state_dict")
         for key, value in state.items():
             destination[prefix + key] = value
         versions = state_metadata(destination)
@@ -118,15 +121,19 @@ class RemoteModule(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Sends parameters and buffers to the worker. Raises RuntimeError where they do not fit, as torch
-        does. `assign` makes no difference: they are always copied into what is there."""
+        """Sends parameters and buffers to the worker. Raises RuntimeError if they do not fit, as torch does.
+
+        `assign` has no effect: values are always copied into the worker's parameters and buffers.
+        """
         metadata = dict(state_metadata(state_dict) or {})
-        missing, unexpected, refusal = self._verb("load_state_dict", dict(state_dict), metadata, strict)
+        missing, unexpected, refusal = self._call_builtin(
+            "load_state_dict", dict(state_dict), metadata, strict
+        )
         if refusal:
             raise RuntimeError(refusal)
         return IncompatibleKeys(missing, unexpected)
 
-    # -- as a part of a local module, whose own methods go through these
+    # -- inside a local module: torch's methods of the local module call these
 
     def _load_from_state_dict(
         self,
@@ -140,33 +147,35 @@ class RemoteModule(torch.nn.Module):
     ) -> None:
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         metadata = {"": {"version": local_metadata.get("version")}}
-        missing, unexpected, refusal = self._verb("load_state_dict", own, metadata, False)
+        missing, unexpected, refusal = self._call_builtin("load_state_dict", own, metadata, False)
         missing_keys.extend(prefix + key for key in missing)
         if strict:
             unexpected_keys.extend(prefix + key for key in unexpected)
-        # The first line names the worker's module; torch will put the name of the whole there.
+        # The first line names the worker's module; torch writes a first line with the local module's name.
         for line in refusal.split("\n\t")[1:]:
             error_msgs.append(line.replace("size mismatch for ", f"size mismatch for {prefix}"))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # `fn` says nothing of itself; what it does to numbers of two types shows which type it wants.
+        # What `fn` does can only be found out by calling it: if it converts tensors of two dtypes to one
+        # dtype, that is the dtype it converts to.
         wanted = {fn(torch.zeros((), dtype=dtype)).dtype for dtype in (torch.float32, torch.float64)}
         if len(wanted) == 1:
-            self._verb("to", None, wanted.pop())
+            self._call_builtin("to", None, wanted.pop())
         return self
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """What stands for its parameters; nothing with ``recurse=False``.
+        """The `RemoteParameters` of the module; nothing with ``recurse=False``.
 
-        DistributedDataParallel asks so, and would wait for a gradient that never comes to this process.
+        DistributedDataParallel passes ``recurse=False``, and would wait for a gradient of each parameter that
+        it finds: the gradients on the worker never come to this process.
         """
         if recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
-    def _verb(self, name: str, *args: object) -> Any:
-        return _verb(self.ref, name, *args)
+    def _call_builtin(self, name: str, *args: object) -> Any:
+        return _call_builtin(self.ref, name, *args)
 
     def __gradwire_ref__(self) -> Any:
         return self.ref.__gradwire_ref__()
@@ -174,7 +183,7 @@ class RemoteModule(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
             ref = self.__dict__.get("ref")
-            if ref is not None and name in ref._message.methods:
+            if ref is not None and name in message_of(ref).methods:
                 return getattr(ref, name)
         try:
             return super().__getattr__(name)
@@ -186,11 +195,11 @@ class RemoteModule(torch.nn.Module):
 
     def __dir__(self) -> list[str]:
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
-        return sorted({*names, *self.ref._message.methods})
+        return sorted({*names, *message_of(self.ref).methods})
 
     def __deepcopy__(self, memo: object) -> Self:
         raise TypeError(
-            "a remote module cannot be copied: create another one and load the state_dict of this"
+            "a remote module cannot be copied: create another module and load the state_dict of this module"
         )
 
     def __reduce__(self) -> Any:
@@ -202,10 +211,11 @@ class RemoteModule(torch.nn.Module):
 
 
 class RemoteParameters(torch.nn.Parameter):
-    """Stands for the parameters of a module on a worker, where torch goes through those of a local one.
+    """Stands for all parameters of a module on a worker, where torch iterates over a module's parameters.
 
-    It has no elements. Dropping or zeroing its gradient and setting `requires_grad` happen on the worker.
-    An optimizer of torch refuses it, rather than leave the worker's parameters as they are.
+    It has no elements. Dropping or zeroing its gradient and setting `requires_grad` take effect on the
+    worker. An optimizer of torch raises for it: otherwise the worker's parameters would silently not be
+    optimized.
     """
 
     ref: RemoteRef
@@ -219,15 +229,16 @@ class RemoteParameters(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Whether there is any is not known here."""
+        """A tensor that stands for the gradients on the worker. It is never None: whether the worker has
+        gradients is not known here."""
         gradients: _RemoteGradients = make_subclass(_RemoteGradients, torch.empty(0))
-        return gradients._of(self.ref)
+        return gradients._with_ref(self.ref)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             raise TypeError(f"the gradients of {self.ref.class_name} are on {self.ref.worker.target}")
-        _verb(self.ref, "zero_grad")
+        _call_builtin(self.ref, "zero_grad")
 
     @property
     def requires_grad(self) -> bool:
@@ -238,7 +249,7 @@ class RemoteParameters(torch.nn.Parameter):
         self.requires_grad_(wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        _verb(self.ref, "requires_grad_", requires_grad)
+        _call_builtin(self.ref, "requires_grad_", requires_grad)
         self._requires_grad = requires_grad
         return self
 
@@ -248,15 +259,15 @@ class RemoteParameters(torch.nn.Parameter):
     ) -> Any:
         if func not in _ALLOWED_ON_PARAMETERS:
             raise TypeError(
-                "these parameters are on a worker: what is computed with those of a whole model, such as a "
-                "penalty, an average or a copy, would silently be without them. Use a function or a method "
+                "these parameters are on a worker: what is computed from all parameters of a model, such as a "
+                "penalty, an average or a copy, would silently leave them out. Use a function or a method "
                 "on the worker, or the state_dict of the module"
             )
         return _Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        # The first thing that an optimizer of torch asks of a parameter.
+        # An optimizer of torch reads `is_leaf` of each parameter first, so this refuses it.
         raise TypeError(
             f"the parameters of {self.ref.class_name} are on {self.ref.worker.target}: use "
             "gw.optim.DistributedOptimizer with the module itself"
@@ -273,10 +284,10 @@ class RemoteParameters(torch.nn.Parameter):
 
 
 class _RemoteGradients(torch.Tensor):
-    """What `grad` of RemoteParameters is: it can be zeroed.
+    """The `grad` of RemoteParameters, which stands for the gradients on the worker and can be zeroed.
 
-    It has no elements. Whatever else is done with it, such as clipping, would silently leave out the
-    gradients on the worker, and so is refused.
+    It has no elements. Other operations, such as clipping, would silently leave out the gradients on the
+    worker, and so raise.
     """
 
     _ref: RemoteRef
@@ -294,12 +305,12 @@ class _RemoteGradients(torch.Tensor):
             )
         return _Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})
 
-    def _of(self, ref: RemoteRef) -> Self:
+    def _with_ref(self, ref: RemoteRef) -> Self:
         self._ref = ref
         return self
 
     def zero_(self) -> Self:
-        _verb(self._ref, "zero_grad")
+        _call_builtin(self._ref, "zero_grad")
         return self
 
 
@@ -309,8 +320,8 @@ _ALLOWED_ON_GRADIENTS = (
     *(_Tensor.grad_fn.__get__, _Tensor.__repr__),
     *(_Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.is_sparse.__get__),
 )
-"""What zero_grad and requires_grad_ of a local module around a remote one need; being shown; and what a
-GradScaler asks before it unscales."""
+"""What `zero_grad` and `requires_grad_` of a local module around a remote module use, what `repr` uses, and
+what a GradScaler reads before it unscales."""
 
 
 _ALLOWED_ON_PARAMETERS = (
@@ -319,12 +330,13 @@ _ALLOWED_ON_PARAMETERS = (
     *(_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.is_floating_point, _Tensor.is_complex),
     _Tensor.detach,
 )
-"""What it is like, but not what it holds. DistributedDataParallel detaches all parameters to send them to the
-other processes, and this one has no elements to send; what was detached refuses the rest as well."""
+"""What describes a parameter, but does not read its elements. `detach` is allowed because
+DistributedDataParallel detaches all parameters to send them to its other processes: `RemoteParameters` has no
+elements to send, and the detached tensor refuses the other operations as well."""
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """What a GradScaler does to the gradients of an optimizer, here and on workers."""
+    """Unscales the gradients of an optimizer in place, here and on workers, as a GradScaler does."""
     if is_explicit(current_context_id()):
         raise TypeError(
             "a GradScaler works on the gradients of plain backward(): use scaler.scale(loss).backward() "
@@ -333,18 +345,18 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     remote: dict[int, list[RemoteRef]] = {}
     for gradient in gradients:
         if isinstance(gradient, _RemoteGradients):
-            # Twice the same would be unscaled twice, if asked for apart from each other.
-            remote.setdefault(gradient._ref.worker._link.peer.id, []).append(gradient._ref)
+            # One call for each worker: in separate calls the worker would unscale a shared parameter twice.
+            remote.setdefault(link_of(gradient._ref.worker).peer.id, []).append(gradient._ref)
     factor = float(inverse_scale)
     calls = [refs[0].worker.call_async("gradwire.unscale", refs, factor) for refs in remote.values()]
     local = [gradient for gradient in gradients if not isinstance(gradient, _RemoteGradients)]
     if local:
         unscale_and_check(local, found_inf, inverse_scale)
-    # All are waited for, whatever becomes of each.
+    # All calls are waited for, even if one fails.
     failure = next((failed for call in calls if (failed := call.exception()) is not None), None)
     if failure is not None:
-        # Some gradients have the factor and some have not. A GradScaler that tries again finds that they are
-        # not finite, and skips the step.
+        # Some gradients are unscaled now and some are not. All are set to NaN, so that a GradScaler that
+        # tries again skips the step.
         for gradient in local:
             gradient.mul_(math.nan)
         for call, refs in zip(calls, remote.values(), strict=True):
@@ -356,7 +368,8 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         found_inf.fill_(1.0)
 
 
-def _verb(ref: RemoteRef, name: str, *args: object) -> Any:
+def _call_builtin(ref: RemoteRef, name: str, *args: object) -> Any:
+    """Calls one of the worker's built-in functions for modules."""
     return ref.worker.call(f"gradwire.module.{name}", ref, *args)
 
 
@@ -372,4 +385,4 @@ def _state_dict_arguments(
     return destination, prefix
 
 
-adopt_modules_with(RemoteModule)
+set_module_handle(RemoteModule)

@@ -1,4 +1,4 @@
-"""The parts of a distributed optimizer: its groups, what it steps here, and what on each worker."""
+"""The parts of a `DistributedOptimizer`: its groups, the optimizer here, and the optimizer on each worker."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ import torch
 from gradwire.api import calls
 from gradwire.api.compression import compression
 from gradwire.api.contexts import Context, current_context, is_explicit
-from gradwire.api.refs import RemoteRef
-from gradwire.api.workers import RemoteWorker
+from gradwire.api.refs import RemoteRef, message_of
+from gradwire.api.workers import RemoteWorker, connection_of, link_of, start_remote
 from gradwire.autograd import borrowed_grad
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
-from gradwire.peers.connections import Again
+from gradwire.peers.connections import Reconnect
 from gradwire.peers.current import current_peer
-from gradwire.proto.v1 import autograd_pb2
 from gradwire.runtime.scope import current_scope, entered
 from gradwire.training.modules import RemoteParameters
-from gradwire.training.stepping import Rehearsal, unscaled, values_of
+from gradwire.training.stepping import DryRun, unscaled, values_of
 from gradwire.transport import Link
 
 __all__ = [
-    "Item",
-    "LocalPart",
+    "CompletedCalls",
+    "LocalOptimizer",
+    "OptimizerCall",
     "ParameterGroup",
-    "RemoteCall",
-    "RemotePart",
-    "Settled",
-    "all_of",
+    "ParamsEntry",
+    "RemoteOptimizer",
     "as_groups",
+    "wait_for_all",
 ]
 
-Item = torch.nn.Module | torch.Tensor | Mapping[str, Any]
+ParamsEntry = torch.nn.Module | torch.Tensor | Mapping[str, Any]
+"""An entry of the `params` of an optimizer: a module, a tensor, or a group with its own options."""
 
 
 class ParameterGroup:
     """One parameter group: local tensors and remote modules, each once."""
 
-    def __init__(self, item: Mapping[str, Any]) -> None:
-        self.options = {key: value for key, value in item.items() if key != "params"}
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self.options = {key: value for key, value in group.items() if key != "params"}
         self.local: dict[torch.Tensor, str] = {}
-        """With their names, as far as they have any."""
+        """The local tensors with the names that errors call them by."""
         self._remote: dict[tuple[int, int], RemoteParameters] = {}
-        members = item["params"]
+        """The parameters of remote modules, by the worker's id and the ref of the module."""
+        members = group["params"]
         if isinstance(members, torch.nn.Module | torch.Tensor):
             members = [members]
         for member in members:
@@ -64,78 +65,86 @@ class ParameterGroup:
 
     def _add(self, parameter: torch.Tensor, name: str) -> None:
         if isinstance(parameter, RemoteParameters):
-            ref = parameter.ref
-            self._remote.setdefault((ref._message.peer.id, ref._message.ref), parameter)
+            message = message_of(parameter.ref)
+            self._remote.setdefault((message.peer.id, message.ref), parameter)
         else:
             self.local.setdefault(parameter, name)
 
     @property
     def remote(self) -> list[RemoteRef]:
+        """The remote modules."""
         return [parameters.ref for parameters in self._remote.values()]
 
     @property
-    def shown(self) -> list[torch.Tensor]:
-        """The local tensors, and what stands for the parameters of each remote module: a tool of torch that
-        goes through the parameters of an optimizer must not pass over those on workers unnoticed."""
+    def params(self) -> list[torch.Tensor]:
+        """The "params" of the group in `param_groups`: the local tensors, and a `RemoteParameters` for each
+        remote module. A tool of torch that iterates over the parameters of an optimizer must not overlook the
+        parameters on workers."""
         return [*self.local, *self._remote.values()]
 
     def overlaps(self, other: ParameterGroup) -> bool:
+        """Whether the two groups have a tensor or a remote module in common."""
         return bool(self.local.keys() & other.local.keys() or self._remote.keys() & other._remote.keys())
 
 
-def as_groups(params: Iterable[Item]) -> list[Mapping[str, Any]]:
-    """Groups stay as they are; what is in none makes one together."""
-    items = [params] if isinstance(params, torch.nn.Module | torch.Tensor | Mapping) else list(params)
-    loose = [item for item in items if not isinstance(item, Mapping)]
-    groups = [item for item in items if isinstance(item, Mapping)]
-    return [*([{"params": loose}] if loose else []), *groups]
+def as_groups(params: Iterable[ParamsEntry]) -> list[Mapping[str, Any]]:
+    """The `params` of an optimizer as groups. Modules and tensors outside of groups make one group
+    together."""
+    entries = [params] if isinstance(params, torch.nn.Module | torch.Tensor | Mapping) else list(params)
+    ungrouped = [entry for entry in entries if not isinstance(entry, Mapping)]
+    groups = [entry for entry in entries if isinstance(entry, Mapping)]
+    return [*([{"params": ungrouped}] if ungrouped else []), *groups]
 
 
-class LocalPart:
-    """The parameters in this process."""
+class LocalOptimizer:
+    """The optimizer over the parameters in this process. Without such parameters it does nothing."""
 
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        shown_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[dict[str, Any]],
         defaults: Mapping[str, Any],
         groups: Sequence[ParameterGroup],
     ) -> None:
+        """`param_groups` are those of the `DistributedOptimizer`, where schedulers change the options."""
         make: Callable[..., torch.optim.Optimizer] = optimizer_class
         self._make = partial(make, **defaults)
         self._names: dict[torch.Tensor, str] = {}
-        self._shown: list[dict[str, Any]] = []
+        self._param_groups: list[dict[str, Any]] = []
+        """The entries of `param_groups` that have parameters in this process."""
         self.optimizer: torch.optim.Optimizer | None = None
-        both = [(s, g) for s, g in zip(shown_groups, groups, strict=True) if g.local]
-        if both:
-            self.optimizer = self._make([{**shown, "params": list(group.local)} for shown, group in both])
-            self._rehearsal = Rehearsal(self.optimizer)
-        for shown, group in both:
-            self._note(shown, group)
+        local = [(p, group) for p, group in zip(param_groups, groups, strict=True) if group.local]
+        if local:
+            self.optimizer = self._make(
+                [{**param_group, "params": list(group.local)} for param_group, group in local]
+            )
+            self._dry_run = DryRun(self.optimizer)
+        for param_group, group in local:
+            self._remember(param_group, group)
 
-    def _note(self, shown: dict[str, Any], group: ParameterGroup) -> None:
-        self._shown.append(shown)
+    def _remember(self, param_group: dict[str, Any], group: ParameterGroup) -> None:
+        self._param_groups.append(param_group)
         self._names.update(group.local)
 
-    def check_new(self, group: ParameterGroup) -> None:
-        """Raises what torch raises for tensors that cannot be optimized, or not so."""
+    def check_group(self, group: ParameterGroup) -> None:
+        """Raises the error of torch if the optimizer's class does not take a group's tensors or options."""
         if group.local:
             self._make([{**group.options, "params": list(group.local)}])
 
-    def add(self, shown: dict[str, Any], group: ParameterGroup) -> None:
-        """One more group, as it is shown to the user."""
+    def add_group(self, param_group: dict[str, Any], group: ParameterGroup) -> None:
+        """Adds a group; `param_group` is its entry in the `param_groups` of the `DistributedOptimizer`."""
         if not group.local:
             return
-        own = {**shown, "params": list(group.local)}
+        local_group = {**param_group, "params": list(group.local)}
         if self.optimizer is None:
-            self.optimizer = self._make([own])
-            self._rehearsal = Rehearsal(self.optimizer)
+            self.optimizer = self._make([local_group])
+            self._dry_run = DryRun(self.optimizer)
         else:
-            self.optimizer.add_param_group(own)
-        self._note(shown, group)
+            self.optimizer.add_param_group(local_group)
+        self._remember(param_group, group)
 
     def gradients(self, context: Context | None) -> dict[torch.Tensor, torch.Tensor]:
-        """Those of plain backward, or those of a context."""
+        """The gradients of plain backward, or those of a context."""
         if context is not None:
             found = context.peek()
             return {p: found[p] for p in self.parameters if p in found}
@@ -149,20 +158,21 @@ class LocalPart:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
+        """All parameters in this process."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
     def unscaled(
         self, gradients: Mapping[torch.Tensor, torch.Tensor], inverse_scale: float
     ) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients without the factor of a GradScaler. `.grad` stays: the step may be refused."""
+        """Unscaled copies of the gradients. `.grad` stays scaled, because the step may still be refused."""
         try:
             return {p: unscaled(gradient, inverse_scale)[0] for p, gradient in gradients.items()}
         except ValueError as error:
             _refuse("error", str(error))
 
     def check(self, gradients: Mapping[torch.Tensor, torch.Tensor], skip_nonfinite: bool) -> None:
-        """Raises StepRefused if a step could not be made here, before any worker makes one."""
+        """Raises StepRefused if the step could not be made here, before any worker makes it."""
         if self.optimizer is None:
             return
         if skip_nonfinite:
@@ -170,16 +180,17 @@ class LocalPart:
             if bad:
                 names = ", ".join(self._names[parameter] for parameter in bad[:5])
                 _refuse("nonfinite", f"the gradients of {names} in this process are not finite")
-        # Looked up each time: loading a state puts new groups in the place of the old.
-        for shown, own in zip(self._shown, self.optimizer.param_groups, strict=True):
-            own.update({key: value for key, value in shown.items() if key != "params"})
-        refusal = self._rehearsal.refusal(gradients)
+        # The optimizer's groups are looked up each time: load_state_dict replaces them.
+        for param_group, local_group in zip(self._param_groups, self.optimizer.param_groups, strict=True):
+            local_group.update({key: value for key, value in param_group.items() if key != "params"})
+        refusal = self._dry_run.refusal(gradients)
         if refusal is not None:
             _refuse("error", f"in this process: {refusal}")
 
     def scale(
         self, gradients: Mapping[torch.Tensor, torch.Tensor], factor: float, context: Context | None
     ) -> None:
+        """Multiplies gradients of plain backward, or of a context, where they are kept."""
         if context is not None:
             context.scale_gradients(gradients, factor)
         else:
@@ -187,6 +198,7 @@ class LocalPart:
                 gradient.mul_(factor)
 
     def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Steps with these gradients. `.grad` is as before afterwards."""
         if self.optimizer is None:
             return
         with borrowed_grad(self.parameters):
@@ -195,8 +207,8 @@ class LocalPart:
             self.optimizer.step()
 
 
-class RemotePart:
-    """The parameters on one worker."""
+class RemoteOptimizer:
+    """The optimizer over the parameters on one worker; the optimizer itself and its state live there."""
 
     def __init__(
         self,
@@ -214,93 +226,98 @@ class RemotePart:
             f"torch.optim.{name}" if getattr(torch.optim, name, None) is optimizer_class else name
         )
         self._defaults = dict(defaults)
-        self._groups = self._parts_of(groups)
+        self._groups = self._groups_on_worker(groups)
         self._ref: RemoteRef | None = None
 
-    def _parts_of(self, groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
-        """What there is of groups on this worker. Each group is there, if only with its options."""
+    def _groups_on_worker(self, groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
+        """The groups with their modules on this worker. A group without such modules is there with its
+        options, so that groups have the same indices everywhere."""
         return [
-            {"modules": [r for r in group.remote if r.worker._link.peer.id == self.peer], **group.options}
+            {"modules": [r for r in group.remote if link_of(r.worker).peer.id == self.peer], **group.options}
             for group in groups
         ]
 
     @property
     def modules(self) -> list[RemoteRef]:
+        """The modules on this worker, of all groups."""
         return [ref for group in self._groups for ref in group["modules"]]
 
-    def start_setting_groups(self, groups: Sequence[ParameterGroup]) -> Callable[[], Any]:
-        """Has more groups there, or fewer, than so far."""
-        # Before it is asked: should the optimizer have to be made anew there, it is made so.
-        self._groups = self._parts_of(groups)
+    def start_set_groups(self, groups: Sequence[ParameterGroup]) -> Callable[[], Any]:
+        """Starts to replace the groups on the worker; the returned callable waits for that."""
+        # Set before the request is sent: if the worker lost the optimizer, it is created again with these
+        # groups.
+        self._groups = self._groups_on_worker(groups)
         return self.start("set_groups", self._groups)
 
     @property
     def is_linked(self) -> bool:
-        """Whether it can be asked without connecting anew."""
-        link = self.worker._place.link
+        """Whether the worker can be reached over an open link."""
+        link = connection_of(self.worker).link
         return link is not None and link.ended is None
 
-    def start_make(self, *, resume: bool) -> Callable[[], Any]:
-        """Makes the optimizer there. With `resume`, from what the worker last knew of it."""
-        future = self.worker._start(
-            "gradwire.optimizer",
-            (self._uid, self._class_name, self._defaults, self._groups, resume),
-            {},
-            keep=autograd_pb2.Keep(),
-        )
+    def start_creating(self, *, resume: bool) -> Callable[[], Any]:
+        """Starts to create the optimizer on the worker; the returned callable waits for that.
+
+        With `resume` the worker takes the state that it last had of this optimizer.
+        """
+        arguments = (self._uid, self._class_name, self._defaults, self._groups, resume)
+        future = start_remote(self.worker, "gradwire.optimizer", *arguments)
 
         def finish() -> None:
             self._ref = calls.wait(future, f"an optimizer on {self.worker.target}")
 
         return finish
 
-    def start(self, method: str, *args: object, timeout: float | None = None) -> RemoteCall:
-        """Starts a call of the optimizer there; what is returned waits for it."""
-        return RemoteCall(self, method, args, timeout)
+    def start(self, method: str, *args: object, timeout: float | None = None) -> OptimizerCall:
+        """Starts a call of a method of the optimizer on the worker."""
+        return OptimizerCall(self, method, args, timeout)
 
-    def look_again(self) -> None:
-        """For a worker that was lost, and waited for: raises WorkerLost unless it is back by now."""
-        self.worker._place.get(Again.LOST)
+    def probe(self) -> None:
+        """Raises WorkerLost unless a worker that was waited for in vain has come back."""
+        connection_of(self.worker).get(Reconnect.PROBE)
 
     def outcome(self, ticket: int, seconds: float) -> str:
-        """What became of a step: made, not made, half made, or unknown. It is not made later, either."""
-        self.look_again()
+        """The `StepOutcome` of a step on the worker. A step that was not made will not be made later."""
+        self.probe()
         with entered(replace(current_scope(), deadline=time.monotonic() + seconds)):
             outcome: str = self.start("outcome", ticket)()
         return outcome
 
 
-class RemoteCall:
-    """A call of the optimizer on a worker, under way; calling this waits for it.
+class OptimizerCall:
+    """A call of a method of an optimizer on a worker that was started; calling this object waits for the
+    result.
 
-    A worker that was restarted has forgotten the optimizer: then it is made again, from the state that the
-    worker saved, and asked once more. So it is if the link was lost, but only what may be done twice.
+    A worker that was restarted has no such optimizer any more. Then the optimizer is created again, from the
+    state that the worker saved, and the call is repeated. If the link was lost, only idempotent methods are
+    repeated, because the worker may have run the call.
     """
 
     def __init__(
-        self, part: RemotePart, method: str, args: tuple[object, ...], timeout: float | None
+        self, remote: RemoteOptimizer, method: str, args: tuple[object, ...], timeout: float | None
     ) -> None:
-        self._part = part
+        self._remote = remote
         self._method = method
         self._args = args
         self._timeout = timeout
         self.was_sent = False
-        """Whether the worker may have got it."""
+        """Whether the worker may have received the call."""
         self._future: calls.CallFuture | None = None
         self._error: GradwireError | None = None
         self._connecting: Future[Link] | None = None
-        if part.is_linked:
+        if remote.is_linked:
             self._send()
         else:
-            # Elsewhere, so that several workers that are gone are waited for together.
-            self._surroundings = copy_context()
-            self._connecting = current_peer().pool.submit(self._surroundings.run, lambda: part.worker._link)
+            # In another thread, so that several workers that cannot be reached are waited for at the same
+            # time.
+            self._context_variables = copy_context()
+            self._connecting = current_peer().pool.submit(self._context_variables.run, link_of, remote.worker)
 
     def _send(self) -> None:
-        assert self._part._ref is not None
+        assert self._remote._ref is not None
         try:
-            with compression():  # off: state must arrive as it is
-                self._future = self._part._ref.call_async(self._method, *self._args, timeout=self._timeout)
+            with compression():  # switched off: the state must arrive exactly
+                self._future = self._remote._ref.call_async(self._method, *self._args, timeout=self._timeout)
             self.was_sent = True
         except GradwireError as error:
             self._error = error
@@ -308,58 +325,63 @@ class RemoteCall:
     def __call__(self) -> Any:
         if self._connecting is not None:
             self._connecting.result()
-            self._surroundings.run(self._send)
+            self._context_variables.run(self._send)
         try:
             if self._future is None:
                 assert self._error is not None
                 raise self._error
-            # Not calls.wait: an interrupt must not cancel a step that others make, too.
+            # Not calls.wait, which cancels on Ctrl-C: a step that other workers make must not be cancelled
+            # here.
             return self._future.result()
         except (NotFound, LinkError) as error:
-            if self._method not in _ASKED_AGAIN:
+            if self._method not in _REPEATED_AFTER_RESTART:
                 raise
             if isinstance(error, LinkError):
-                if self._method not in _REPEATABLE:
+                if self._method not in _IDEMPOTENT:
                     raise
-                self._part.look_again()
+                self._remote.probe()
             self.was_sent = False
-            self._part.start_make(resume=True)()
-            assert self._part._ref is not None
+            self._remote.start_creating(resume=True)()
+            assert self._remote._ref is not None
             self.was_sent = True
             with compression():
-                return self._part._ref.call(self._method, *self._args)
+                return self._remote._ref.call(self._method, *self._args)
 
 
-_REPEATABLE = ("set_groups", "zero_grad", "state_dict", "load_state_dict", "group_sizes", "outcome")
-"""What does no harm if it was done already when the link was lost."""
-_ASKED_AGAIN = (*_REPEATABLE, "prepare", "step", "sum_of_powers")
-"""What an optimizer that was made anew can answer."""
+_IDEMPOTENT = ("set_groups", "zero_grad", "state_dict", "load_state_dict", "group_sizes", "outcome")
+"""Methods that may run twice: they are repeated if the link was lost."""
+_REPEATED_AFTER_RESTART = (*_IDEMPOTENT, "prepare", "step", "sum_of_powers")
+"""Methods that are repeated on an optimizer that was created again, after the worker was restarted."""
 
 
-class Settled:
-    """Waits for all calls, whatever becomes of each."""
+class CompletedCalls:
+    """The results and the errors of calls that were all waited for, even if some failed."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self.results: list[Any] = []
-        self.worked: list[int] = []
+        """The results of the calls that succeeded."""
+        self.succeeded: list[int] = []
+        """The indices of the calls that succeeded."""
         self.failed: list[tuple[int, GradwireError]] = []
+        """The indices of the calls that failed, with their errors."""
         for index, call in enumerate(calls):
             try:
                 self.results.append(call())
-                self.worked.append(index)
+                self.succeeded.append(index)
             except GradwireError as error:
                 self.failed.append((index, error))
 
 
-def all_of(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of all calls. If some fail, the first error, once none is under way any more."""
-    settled = Settled(calls)
-    for _, error in settled.failed:
+def wait_for_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Waits for all calls, and returns their results. Raises the first error if some failed."""
+    completed = CompletedCalls(calls)
+    for _, error in completed.failed:
         raise error
-    return settled.results
+    return completed.results
 
 
 def _refuse(reason: str, message: str) -> NoReturn:
+    """Raises StepRefused."""
     error = StepRefused(f"the step was not made: {message}")
     error.reason = reason
     raise error

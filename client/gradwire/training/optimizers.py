@@ -1,4 +1,4 @@
-"""Optimizers over parameters here and on workers, stepped all together or not at all."""
+"""Optimizers over parameters here and on workers: a step is made everywhere or nowhere."""
 
 from __future__ import annotations
 
@@ -16,53 +16,55 @@ from typing import Any
 import torch
 
 from gradwire.api.contexts import Context, current_context, is_explicit
+from gradwire.api.workers import link_of
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused, StepTorn, Unavailable
 from gradwire.runtime.scope import current_scope, entered, time_left
 from gradwire.system.interrupts import Uninterrupted
 from gradwire.system.randomness import between
 from gradwire.training.optimizer_parts import (
-    Item,
-    LocalPart,
+    CompletedCalls,
+    LocalOptimizer,
+    OptimizerCall,
     ParameterGroup,
-    RemoteCall,
-    RemotePart,
-    Settled,
-    all_of,
+    ParamsEntry,
+    RemoteOptimizer,
     as_groups,
+    wait_for_all,
 )
-from gradwire.training.stepping import MADE, NOT_MADE, UNKNOWN, sum_of_powers
+from gradwire.training.stepping import StepOutcome, sum_of_powers
 
 __all__ = ["DistributedOptimizer"]
 
 _PATIENCE_SECONDS = 0.2
-"""How long a worker that is asked alone waits for another trainer's step before it says that it is busy."""
+"""How long a worker that is prepared alone waits for another trainer's step before it refuses as busy."""
 _SHORT_PATIENCE_SECONDS = 0.02
-"""The same where all workers are asked at once: two trainers may each hold what the other waits for."""
+"""The same if all workers are prepared at once: two trainers may each hold a worker that the other waits
+for."""
 _ABORT_SECONDS = 5.0
-"""How long to try to tell a worker that a step is given up; it also learns that from the next one."""
+"""How long to try to tell a worker that a step is aborted. If that fails, the next step tells the worker."""
 _OUTCOME_SECONDS = 10.0
-"""How long to try to learn from a worker whether it made a step whose answer was lost."""
+"""How long to try to learn from a worker whether it made a step whose response was lost."""
 _STEP_SECONDS = 60.0
-"""How long a step is tried again while workers are busy, unless a deadline is nearer."""
+"""How long a step is repeated while workers are busy, unless a deadline is nearer."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """A `torch.optim` optimizer over modules here and on workers.
 
-    The state lives beside the parameters. `step` is made everywhere or nowhere: if one worker cannot step,
-    none does, and `StepRefused` says who and why. Where a worker is lost in the middle of it, `StepTorn` says
-    who has made it and of whom it is not known. Learning-rate schedulers work on it.
+    The state of the optimizer lives beside the parameters. A step is made everywhere or nowhere: if one
+    worker cannot step, no worker does, and `StepRefused` names the worker and the reason. If a worker is lost
+    in the middle of a step, `StepTorn` names the workers that made the step and those of which it is not
+    known. Learning-rate schedulers work as with any optimizer.
 
-    `params` are modules (local ones, that may contain remote ones; remote ones), local tensors, or groups:
-    ``{"params": [decoder], "lr": 1e-4}``. With `skip_nonfinite`, gradients that are not finite make a step
-    fail rather than spoil the parameters. A worker without any gradients makes a step fail, too, unless
-    `allow_missing`.
+    `params` are modules, local tensors, or groups such as ``{"params": [decoder], "lr": 1e-4}``. A module may
+    be remote, or local with remote modules inside. With `skip_nonfinite` a step is refused if a gradient is
+    not finite. A step is also refused if a worker has no gradients, unless `allow_missing`.
     """
 
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        params: Iterable[Item],
+        params: Iterable[ParamsEntry],
         *,
         skip_nonfinite: bool = False,
         allow_missing: bool = False,
@@ -70,24 +72,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if _needs_closure(optimizer_class):
             raise TypeError(
-                f"{optimizer_class.__name__} steps by running the model again, and again: not here"
+                f"{optimizer_class.__name__} needs a closure that runs the model several times in a step, "
+                "which is not supported"
             )
         groups = [ParameterGroup(item) for item in as_groups(params)]
         if not any(group.local or group.remote for group in groups):
             raise ValueError("there are no parameters to optimize")
-        stand_in = [torch.zeros(1, 1, requires_grad=True) for _ in groups]
+        placeholders = [torch.zeros(1, 1, requires_grad=True) for _ in groups]
         template = optimizer_class(
-            [{"params": [p], **group.options} for p, group in zip(stand_in, groups, strict=True)], **defaults
+            [{"params": [p], **group.options} for p, group in zip(placeholders, groups, strict=True)],
+            **defaults,
         )
-        self._is_made = False
-        self._remote: list[RemotePart] = []
+        self._is_initialized = False
+        self._remote: list[RemoteOptimizer] = []
         super().__init__(
-            [{"params": [p], **group.options} for p, group in zip(stand_in, groups, strict=True)],
+            [{"params": [p], **group.options} for p, group in zip(placeholders, groups, strict=True)],
             template.defaults,
         )
-        self._is_made = True
-        for shown, group in zip(self.param_groups, groups, strict=True):
-            shown["params"] = group.shown
+        self._is_initialized = True
+        for param_group, group in zip(self.param_groups, groups, strict=True):
+            param_group["params"] = group.params
         self._optimizer_class = optimizer_class
         self._constructor_defaults = defaults
         self._groups = groups
@@ -95,76 +99,79 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._allow_missing = allow_missing
         self._stepping = threading.Lock()
         self._tickets = itertools.count(1)
-        self._local = LocalPart(optimizer_class, self.param_groups, defaults, groups)
-        self._remote = self._parts_for_new_workers(groups)
-        all_of([part.start_make(resume=False) for part in self._remote])
+        """A ticket names one attempt to step on all workers: prepare, commit, abort and outcome refer to
+        it."""
+        self._local = LocalOptimizer(optimizer_class, self.param_groups, defaults, groups)
+        self._remote = self._optimizers_for_new_workers(groups)
+        wait_for_all([remote.start_creating(resume=False) for remote in self._remote])
 
-    def _parts_for_new_workers(self, groups: Sequence[ParameterGroup]) -> list[RemotePart]:
-        # By the worker itself: there may be several handles to it, with links of their own.
-        workers = {ref.worker._link.peer.id: ref.worker for group in groups for ref in group.remote}
-        for part in self._remote:
-            workers.pop(part.peer, None)
+    def _optimizers_for_new_workers(self, groups: Sequence[ParameterGroup]) -> list[RemoteOptimizer]:
+        """An optimizer for each worker that has modules of the groups and no optimizer yet."""
+        # By the worker's id: there may be several handles to one worker, with different links.
+        workers = {link_of(ref.worker).peer.id: ref.worker for group in groups for ref in group.remote}
+        for remote in self._remote:
+            workers.pop(remote.peer, None)
         return [
-            RemotePart(peer, worker, self._optimizer_class, self._constructor_defaults, groups)
+            RemoteOptimizer(peer, worker, self._optimizer_class, self._constructor_defaults, groups)
             for peer, worker in workers.items()
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of modules and tensors, as they may be given to the constructor.
+        """Adds a group of modules and tensors, as the constructor takes it.
 
-        The state of the others stays. If a worker cannot add its part, nothing is added anywhere.
+        The state of the other groups stays. If a worker cannot add its modules, the group is added nowhere.
         """
-        if not self._is_made:  # the constructor of torch's own class
+        if not self._is_initialized:  # called by the constructor of torch's own class
             super().add_param_group(param_group)
             return
         with self._stepping:
             new = ParameterGroup(param_group)
-            if not new.shown:
+            if not new.params:
                 raise ValueError("there are no parameters to optimize in the group")
             if any(map(new.overlaps, self._groups)):
                 raise ValueError("some parameters appear in more than one parameter group")
-            stand_in = {"params": [torch.zeros(1, 1, requires_grad=True)], **new.options}
-            self._optimizer_class(
-                [stand_in], **self._constructor_defaults
-            )  # raises if an option is not right
-            self._local.check_new(new)
+            placeholder = {"params": [torch.zeros(1, 1, requires_grad=True)], **new.options}
+            self._optimizer_class([placeholder], **self._constructor_defaults)  # raises for a wrong option
+            self._local.check_group(new)
             self._add_on_workers(new)
-            super().add_param_group(stand_in)
-            self.param_groups[-1]["params"] = new.shown
-            self._local.add(self.param_groups[-1], new)
+            super().add_param_group(placeholder)
+            self.param_groups[-1]["params"] = new.params
+            self._local.add_group(self.param_groups[-1], new)
             self._groups.append(new)
 
     def _add_on_workers(self, new: ParameterGroup) -> None:
         groups = [*self._groups, new]
-        added = self._parts_for_new_workers(groups)
-        calls = [part.start_setting_groups(groups) for part in self._remote]
-        calls += [part.start_make(resume=False) for part in added]
+        added = self._optimizers_for_new_workers(groups)
+        calls = [remote.start_set_groups(groups) for remote in self._remote]
+        calls += [remote.start_creating(resume=False) for remote in added]
         try:
-            all_of(calls)
+            wait_for_all(calls)
         except BaseException:
             with _without_deadline():
-                Settled([part.start_setting_groups(self._groups) for part in self._remote if part.is_linked])
+                linked = [remote for remote in self._remote if remote.is_linked]
+                CompletedCalls([remote.start_set_groups(self._groups) for remote in linked])
             raise
         self._remote += added
 
     # -- the step
 
     _step_supports_amp_scaling = True
-    """Has a `torch.amp.GradScaler` say what it found: `found_inf`, and `grad_scale` where it is left to the
-    optimizer to unscale. So a step knows of it, and can refuse what would be stepped without it."""
+    """Makes a `torch.amp.GradScaler` set `found_inf` on this optimizer before a step, and `grad_scale` if the
+    optimizer has to unscale the gradients itself."""
 
     def step(self, context: Context | None = None) -> None:  # type: ignore[override]
         """Steps all parameters with the gradients of plain backward, or with those of a context.
 
-        Raises `StepRefused` if it was made nowhere, and `StepTorn` if it was, or may have been, made on some
-        workers only. The parameters in this process are as they were in both cases.
+        Raises `StepRefused` if the step was made nowhere, and `StepTorn` if it was made on some workers only,
+        or may have been. In both cases the parameters in this process are unchanged.
         """
         if callable(context):
             raise TypeError("a closure is not supported: run backward first, then step")
         try:
             self._step(context)
         except BaseException:
-            # A scaler takes these back after a step that worked only. Left here, they would count once more.
+            # A GradScaler deletes these only after a step that succeeded. Otherwise the next step would use
+            # them.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
             raise
@@ -177,7 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "scaler.scale(loss).backward() and scaler.step(optimizer)"
             )
         if is_scaled and bool(vars(self)["found_inf"]):
-            return  # no parameter is stepped, here or on any worker
+            return  # as torch does: no parameter is stepped, here or on any worker
         scale: torch.Tensor | None = vars(self).get("grad_scale")
         inverse_scale = None if scale is None else float(scale.double().reciprocal().float())
         with self._stepping, _in_context(context):
@@ -189,7 +196,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
             for attempt in itertools.count():
                 try:
-                    # No key may leave it made on some workers, or not here. All waits in it have an end.
+                    # Ctrl-C must not leave the step made on some workers only. All waits in it have
+                    # deadlines.
                     with Uninterrupted():
                         self._step_remote(inverse_scale, in_turn=attempt > 0)
                         self._local.step(local)
@@ -197,7 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 except StepRefused as refused:
                     if refused.reason != "busy" or time.monotonic() >= give_up_at:
                         raise
-                    # Another trainer steps; come back apart from whoever else waits for the same.
+                    # Another trainer steps. The random delay keeps waiting trainers from retrying together.
                     time.sleep(between(0, min(0.001 * 2**attempt, 0.1)))
 
     def _step_remote(self, inverse_scale: float | None, *, in_turn: bool) -> None:
@@ -206,91 +214,105 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif self._remote:
             self._prepare_and_commit(next(self._tickets), inverse_scale, in_turn=in_turn)
 
-    def _step_one(self, ticket: int, part: RemotePart, inverse_scale: float | None) -> None:
-        """One request. Once it is sent it counts."""
-        call = part.start("step", ticket, *self._checks(), inverse_scale, _PATIENCE_SECONDS, True)
-        self._conclude(ticket, [part], [call], Settled([call]))
+    def _step_one(self, ticket: int, remote: RemoteOptimizer, inverse_scale: float | None) -> None:
+        """Steps the only worker with one request, which prepares and commits."""
+        call = remote.start("step", ticket, *self._checks(), inverse_scale, _PATIENCE_SECONDS, True)
+        self._conclude(ticket, [remote], [call], CompletedCalls([call]))
 
     def _prepare_and_commit(self, ticket: int, inverse_scale: float | None, *, in_turn: bool) -> None:
-        """Asks all workers whether they can step, then tells them to.
+        """Steps several workers with a two-phase commit.
 
-        At first all at once. If another trainer was in the way, one after the other, in the order that all
-        trainers keep to: so they wait for one another, but never in a circle. Each worker then lets them step
-        in the order in which they came, and keeps the place of one that comes again.
+        The first attempt prepares all workers at once. If another trainer was stepping, the next attempts
+        prepare one worker after the other, in the order of their ids (`in_turn`). All trainers keep to that
+        order, so they never deadlock. Each worker lets trainers step in the order in which they came, and
+        keeps a trainer's place in its queue until the trainer's next attempt.
         """
-        parts = sorted(self._remote, key=lambda part: part.peer) if in_turn else self._remote
-        groups = [[part] for part in parts] if in_turn else [parts]
+        remotes = sorted(self._remote, key=lambda remote: remote.peer) if in_turn else self._remote
+        batches = [[remote] for remote in remotes] if in_turn else [remotes]
         patience = _PATIENCE_SECONDS if in_turn else _SHORT_PATIENCE_SECONDS
-        asked: list[RemotePart] = []
+        started: list[RemoteOptimizer] = []
         try:
-            for group in groups:
-                asked += group
-                settled = Settled(
+            for batch in batches:
+                started += batch
+                completed = CompletedCalls(
                     [
-                        part.start("prepare", ticket, *self._checks(), inverse_scale, patience, in_turn)
-                        for part in group
+                        remote.start("prepare", ticket, *self._checks(), inverse_scale, patience, in_turn)
+                        for remote in batch
                     ]
                 )
-                if settled.failed:
-                    raise _who_and_why([(group[index], error) for index, error in settled.failed])
+                if completed.failed:
+                    raise _step_refused([(batch[index], error) for index, error in completed.failed])
         except BaseException:
-            self._abort(ticket, asked)
+            self._abort(ticket, started)
             raise
         self._commit(ticket)
 
-    def _abort(self, ticket: int, parts: Sequence[RemotePart]) -> None:
+    def _abort(self, ticket: int, remotes: Sequence[RemoteOptimizer]) -> None:
         with _without_deadline():
-            calls = [part.start("abort", ticket, timeout=_ABORT_SECONDS) for part in parts if part.is_linked]
-            Settled(calls)
+            linked = [remote for remote in remotes if remote.is_linked]
+            CompletedCalls([remote.start("abort", ticket, timeout=_ABORT_SECONDS) for remote in linked])
 
     def _commit(self, ticket: int) -> None:
-        # All have agreed: from here on no deadline may leave some stepped and some not.
+        # All workers are prepared. From here on a deadline must not leave the step made on some workers only.
         with _without_deadline():
-            calls = [part.start("commit", ticket) for part in self._remote]
-            self._conclude(ticket, self._remote, calls, Settled(calls))
+            calls = [remote.start("commit", ticket) for remote in self._remote]
+            self._conclude(ticket, self._remote, calls, CompletedCalls(calls))
 
     def _conclude(
-        self, ticket: int, parts: Sequence[RemotePart], calls: Sequence[RemoteCall], settled: Settled
+        self,
+        ticket: int,
+        remotes: Sequence[RemoteOptimizer],
+        calls: Sequence[OptimizerCall],
+        completed: CompletedCalls,
     ) -> None:
-        """Returns if all workers made the step. Else it finds out who did, and raises what says so.
+        """Returns if all workers made the step, else raises StepRefused or StepTorn.
 
-        Where they had agreed, it takes a death or a broken optimizer between the yes and the answer.
+        Prepared workers fail here only if they die, or their optimizer raises, before their response arrives.
         """
-        if not settled.failed:
+        if not completed.failed:
             return
-        asked = Settled(
+        requested = CompletedCalls(
             [
-                partial(_outcome, parts[index], ticket, error, was_sent=calls[index].was_sent)
-                for index, error in settled.failed
+                partial(_outcome, remotes[index], ticket, error, was_sent=calls[index].was_sent)
+                for index, error in completed.failed
             ]
         )
-        outcomes = dict.fromkeys(settled.worked, MADE)
-        outcomes.update(zip((index for index, _ in settled.failed), asked.results, strict=True))
-        failures = [(parts[index], error) for index, error in settled.failed if outcomes[index] != MADE]
+        outcomes = dict.fromkeys(completed.succeeded, StepOutcome.MADE)
+        outcomes.update(zip((index for index, _ in completed.failed), requested.results, strict=True))
+        failures = [
+            (remotes[index], error)
+            for index, error in completed.failed
+            if outcomes[index] != StepOutcome.MADE
+        ]
         if not failures:
             return
-        # Whoever was not reached and is still there must not wait for it.
-        self._abort(ticket, [part for part, _ in failures])
-        if all(outcome == NOT_MADE for outcome in outcomes.values()):
-            raise _who_and_why(failures)
-        raise _torn([(parts[index].worker.target, outcome) for index, outcome in outcomes.items()], failures)
+        # A worker that is prepared and did not get the commit must not keep waiting for it.
+        self._abort(ticket, [remote for remote, _ in failures])
+        if all(outcome == StepOutcome.NOT_MADE for outcome in outcomes.values()):
+            raise _step_refused(failures)
+        raise _step_torn(
+            [(remotes[index].worker.target, outcome) for index, outcome in outcomes.items()], failures
+        )
 
     def _checks(self) -> tuple[list[dict[str, Any]], bool, bool]:
+        """The options of all groups, and what a worker has to check before it steps."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return options, self._skip_nonfinite, self._allow_missing
 
     # -- gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, here and on all workers: those of plain backward, and those of the context
-        that was entered, if any."""
-        calls = [part.start("zero_grad") for part in self._remote]
+        """Drops the gradients of plain backward, and those of the context that was entered, if any.
+
+        It does so here and on all workers.
+        """
+        calls = [remote.start("zero_grad") for remote in self._remote]
         current = current_context()
         if is_explicit(current.id):
             current.zero_grad(self._local.parameters)
         if self._local.optimizer is not None:
             self._local.optimizer.zero_grad(set_to_none)
-        all_of(calls)
+        wait_for_all(calls)
 
     def clip_grad_norm_(
         self,
@@ -300,56 +322,58 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scales all gradients, here and on workers, so that their common norm is at most `max_norm`.
+        """Scales all gradients, here and on workers, so that their norm is at most `max_norm`.
 
-        Returns the norm that they had together: one norm over all parameters, as if all were here.
+        The norm is one norm over all parameters, as if all were in this process. Returns the norm before
+        scaling.
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be more than 0, not {norm_type}")
         with _in_context(context):
-            calls = [part.start("sum_of_powers", norm_type) for part in self._remote]
+            calls = [remote.start("sum_of_powers", norm_type) for remote in self._remote]
             local = self._local.gradients(context)
-            parts = [sum_of_powers(local.values(), norm_type), *all_of(calls)]
-            # A NaN must not get lost, as it may in Python's max.
-            total = sum(parts) if math.isnan(sum(parts)) or math.isfinite(norm_type) else max(parts)
+            sums = [sum_of_powers(local.values(), norm_type), *wait_for_all(calls)]
+            # Python's max may drop a NaN, and the sum does not.
+            total = sum(sums) if math.isnan(sum(sums)) or math.isfinite(norm_type) else max(sums)
             norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the norm of the gradients is {norm}, so they cannot be clipped")
             factor = max_norm / (norm + 1e-6)
             if not factor >= 1.0:
-                calls = [part.start("scale_gradients", factor) for part in self._remote]
+                calls = [remote.start("scale_gradients", factor) for remote in self._remote]
                 self._local.scale(local, factor, context)
-                all_of(calls)
+                wait_for_all(calls)
         return torch.tensor(norm, dtype=torch.float64)
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parts, brought here."""
-        calls = [part.start("state_dict") for part in self._remote]
+        """The state of the optimizers here and on all workers, as one dict in this process."""
+        calls = [remote.start("state_dict") for remote in self._remote]
         return {
             "param_groups": [
                 {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
             ],
             "local": self._local.optimizer.state_dict() if self._local.optimizer else None,
-            "remote": all_of(calls),
+            "remote": wait_for_all(calls),
         }
 
     def state_parts(self) -> Iterator[tuple[str, Any]]:
-        """What `state_dict` has, with the workers' parts as an iterator that fetches one at a time."""
+        """The items of `state_dict`, with an iterator that fetches the states of the workers one at a
+        time."""
         yield "param_groups", [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         yield "local", self._local.optimizer.state_dict() if self._local.optimizer else None
-        yield "remote", (part.start("state_dict")() for part in self._remote)
+        yield "remote", (remote.start("state_dict")() for remote in self._remote)
 
     def group_sizes(self) -> tuple[list[int] | None, list[tuple[str, list[int]]]]:
-        """How many tensors each group has: here, and on each worker."""
-        calls = [part.start("group_sizes") for part in self._remote]
+        """How many tensors each group has: here (None without an optimizer here), and on each worker."""
+        calls = [remote.start("group_sizes") for remote in self._remote]
         local = self._local.optimizer
         here = None if local is None else [len(group["params"]) for group in local.param_groups]
-        return here, [(p.worker.target, s) for p, s in zip(self._remote, all_of(calls), strict=True)]
+        return here, [(p.worker.target, s) for p, s in zip(self._remote, wait_for_all(calls), strict=True)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sends a state to all parts."""
+        """Loads what `state_dict` returned, here and on all workers."""
         if len(state_dict["remote"]) != len(self._remote) or len(state_dict["param_groups"]) != len(
             self.param_groups
         ):
@@ -358,10 +382,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group.update(saved)
         if self._local.optimizer is not None:
             self._local.optimizer.load_state_dict(state_dict["local"])
-        all_of(
+        wait_for_all(
             [
-                part.start("load_state_dict", saved)
-                for part, saved in zip(self._remote, state_dict["remote"], strict=True)
+                remote.start("load_state_dict", saved)
+                for remote, saved in zip(self._remote, state_dict["remote"], strict=True)
             ]
         )
 
@@ -369,51 +393,54 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise TypeError("an optimizer with parts on workers cannot be copied or pickled; use its state_dict")
 
     def __repr__(self) -> str:
-        places = [f"{len(part.modules)} modules on {part.worker.target}" for part in self._remote]
+        remote = [f"{len(remote.modules)} modules on {remote.worker.target}" for remote in self._remote]
         local = len(self._local.parameters)
-        return f"DistributedOptimizer({local} tensors here, {', '.join(places) or 'none on workers'})"
+        return f"DistributedOptimizer({local} tensors here, {', '.join(remote) or 'none on workers'})"
 
 
-def _outcome(part: RemotePart, ticket: int, error: GradwireError, *, was_sent: bool) -> str:
-    """What became of a step whose request failed."""
+def _outcome(remote: RemoteOptimizer, ticket: int, error: GradwireError, *, was_sent: bool) -> str:
+    """The `StepOutcome` on a worker whose request failed with an error."""
     if not was_sent or isinstance(error, StepRefused | NotFound | Unavailable):
-        return NOT_MADE
+        return StepOutcome.NOT_MADE
     try:
-        return part.outcome(ticket, _OUTCOME_SECONDS)
+        return remote.outcome(ticket, _OUTCOME_SECONDS)
     except GradwireError:
-        return UNKNOWN
+        return StepOutcome.UNKNOWN
 
 
-def _torn(
-    outcomes: Sequence[tuple[str, str]], failures: Sequence[tuple[RemotePart, GradwireError]]
+def _step_torn(
+    outcomes: Sequence[tuple[str, str]], failures: Sequence[tuple[RemoteOptimizer, GradwireError]]
 ) -> StepTorn:
-    """The error for a step that some workers made, or may have made, and others not."""
-    part, cause = failures[0]
-    torn = StepTorn(worker=part.worker.target)
-    torn.made = tuple(target for target, outcome in outcomes if outcome == MADE)
-    torn.unknown = tuple(target for target, outcome in outcomes if outcome == UNKNOWN)
-    torn.failed = tuple(target for target, outcome in outcomes if outcome not in (MADE, UNKNOWN))
-    places = (("made on", torn.made), ("maybe made on", torn.unknown), ("not made on", torn.failed))
-    where = ", ".join(f"{how} {' and '.join(targets)}" for how, targets in places if targets)
-    said = "; ".join(f"{part.worker.target}: {error}" for part, error in failures)
-    torn.message = f"the step was {where}; go on from a checkpoint ({said})"
+    """The error for a step that some workers made, or may have made, and other workers did not make."""
+    remote, cause = failures[0]
+    torn = StepTorn(worker=remote.worker.target)
+    torn.made = tuple(target for target, outcome in outcomes if outcome == StepOutcome.MADE)
+    torn.unknown = tuple(target for target, outcome in outcomes if outcome == StepOutcome.UNKNOWN)
+    torn.failed = tuple(
+        target for target, outcome in outcomes if outcome not in (StepOutcome.MADE, StepOutcome.UNKNOWN)
+    )
+    workers = (("made on", torn.made), ("maybe made on", torn.unknown), ("not made on", torn.failed))
+    where = ", ".join(f"{outcome} {' and '.join(targets)}" for outcome, targets in workers if targets)
+    reasons = "; ".join(f"{remote.worker.target}: {error}" for remote, error in failures)
+    torn.message = f"the step was {where}; go on from a checkpoint ({reasons})"
     torn.__cause__ = cause
     return torn
 
 
-def _who_and_why(failures: Sequence[tuple[RemotePart, GradwireError]]) -> StepRefused:
-    """One error for all that kept a step from being made."""
+def _step_refused(failures: Sequence[tuple[RemoteOptimizer, GradwireError]]) -> StepRefused:
+    """One error for all failures that kept a step from being made."""
     reasons = [_reason(error) for _, error in failures]
-    # A reason that does not pass by itself outweighs "busy".
+    # Any other reason outweighs "busy", after which the step would be repeated.
     first = next((index for index, reason in enumerate(reasons) if reason != "busy"), 0)
-    said = "; ".join(f"{part.worker.target}: {error}" for part, error in failures)
-    refused = StepRefused(f"the step was not made: {said}", worker=failures[first][0].worker.target)
+    messages = "; ".join(f"{remote.worker.target}: {error}" for remote, error in failures)
+    refused = StepRefused(f"the step was not made: {messages}", worker=failures[first][0].worker.target)
     refused.reason = reasons[first]
     refused.__cause__ = failures[first][1]
     return refused
 
 
 def _reason(error: GradwireError) -> str:
+    """The `StepRefused.reason` for the error of one worker."""
     if isinstance(error, StepRefused):
         return error.reason
     return "lost" if isinstance(error, LinkError) else "error"

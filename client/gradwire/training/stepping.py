@@ -1,47 +1,52 @@
-"""What both ends need to step: whether an optimizer can make a step, and norms over many gradients."""
+"""What trainers and workers share to step optimizers: outcomes, dry runs, unscaling and norms."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from gradwire.torch_internals import coo_values, unscale_and_check
 
 __all__ = [
-    "HALF_MADE",
-    "MADE",
-    "NOT_MADE",
-    "UNKNOWN",
-    "Rehearsal",
+    "DryRun",
+    "StepOutcome",
     "sum_of_powers",
     "unscaled",
     "values_of",
 ]
 
-MADE, NOT_MADE, UNKNOWN = "made", "not made", "unknown"
-HALF_MADE = "half made"
-"""What can have become of a step on one worker. Half made: the optimizer failed in the middle of it."""
+
+class StepOutcome:
+    """The outcomes of a step on one worker. They are plain strings, because they travel between processes."""
+
+    MADE: Final = "made"
+    NOT_MADE: Final = "not made"
+    HALF_MADE: Final = "half made"
+    """The optimizer raised in the middle of the step: some parameters may be stepped, and others not."""
+    UNKNOWN: Final = "unknown"
+    """The worker cannot be reached, or was restarted since and cannot know."""
 
 
-class Rehearsal:
-    """Finds out whether an optimizer can make a step, before it makes it.
+class DryRun:
+    """Finds out whether an optimizer can make a step, before it makes the step.
 
-    Adam, say, takes no sparse gradients, and says so only in the middle of a step, when other workers have
-    made theirs. So a step with small tensors of the same kind is made first, once for each kind.
+    Adam, for example, does not take sparse gradients, but raises only in the middle of a step, when other
+    workers have made theirs. So a step is first made with one-element tensors of the same dtype, number of
+    dimensions, device and layout, once for each such kind.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        # One of the user's own may do anything in a step; it is not tried out behind their back.
+        # An optimizer class of the user may have side effects in a step, so it is not run an additional time.
         self._is_known = type(optimizer).__module__.startswith("torch.optim.")
         self._passed: set[object] = set()
 
     def refusal(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> str | None:
-        """Why the step cannot be made; None if it can."""
+        """Why the step cannot be made; None if it can be made."""
         for parameter, gradient in gradients.items():
             if parameter.dtype != gradient.dtype or parameter.shape != gradient.shape:
                 return (
@@ -54,17 +59,17 @@ class Rehearsal:
             pairs = ((p, gradients[p]) for p in group["params"] if p in gradients)
             kinds = {(p.dtype, p.dim(), p.device, gradient.layout) for p, gradient in pairs}
             options = {key: value for key, value in group.items() if key != "params"}
-            switched_on = frozenset(key for key, value in options.items() if _is_on(value))
+            enabled = frozenset(key for key, value in options.items() if _is_enabled(value))
             for kind in kinds:
-                if (kind, switched_on) not in self._passed:
+                if (kind, enabled) not in self._passed:
                     try:
-                        self._rehearse(options, *kind)
+                        self._step_once(options, *kind)
                     except (RuntimeError, ValueError, TypeError) as error:
                         return f"{type(self._optimizer).__name__}: {error}"
-                    self._passed.add((kind, switched_on))
+                    self._passed.add((kind, enabled))
         return None
 
-    def _rehearse(
+    def _step_once(
         self,
         options: dict[str, Any],
         dtype: torch.dtype,
@@ -81,28 +86,30 @@ class Rehearsal:
         type(self._optimizer)([{"params": [parameter], **copies}], **self._required()).step()
 
     def _required(self) -> dict[str, Any]:
-        """What the constructor cannot do without."""
+        """Arguments for the constructor: some classes have parameters without a default, such as `lr`."""
         parameters = inspect.signature(type(self._optimizer).__init__).parameters
         return {name: value for name, value in self._optimizer.defaults.items() if name in parameters}
 
 
-def _is_on(option: object) -> bool:
+def _is_enabled(option: object) -> bool:
     return True if isinstance(option, torch.Tensor) else bool(option)
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient, sparse or not."""
+    """The explicit elements of a gradient: all of a dense one, the stored ones of a sparse one."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def unscaled(gradient: torch.Tensor, inverse_scale: float) -> tuple[torch.Tensor, bool]:
-    """A gradient without the factor of a `GradScaler`, and whether it was finite; bit for bit as torch's.
+    """A copy of a gradient multiplied by `inverse_scale`, and whether the gradient was finite.
 
-    With the inverse scale 1 it is only looked at. Raises ValueError for what torch does not unscale, either.
+    The bits are those that a `GradScaler` of torch computes. With an `inverse_scale` of 1 the gradient is
+    only checked. Raises ValueError for float16 gradients, as torch does.
     """
     if gradient.dtype is torch.float16 and inverse_scale != 1.0:
         raise ValueError("Attempting to unscale FP16 gradients.")
-    # As torch does: to add up entries in half precision may overflow, so they are checked after that.
+    # As torch does: coalescing adds entries, which may overflow in half precision, so it comes before the
+    # check.
     is_half = gradient.is_sparse and gradient.dtype is torch.float16
     result = gradient.coalesce().clone() if is_half else gradient.clone()
     found = torch.zeros((), device=result.device)
@@ -113,7 +120,10 @@ def unscaled(gradient: torch.Tensor, inverse_scale: float) -> tuple[torch.Tensor
 
 
 def sum_of_powers(gradients: Iterable[torch.Tensor], norm_type: float) -> float:
-    """The part of some gradients in a norm over many, in double precision."""
+    """The sum of the powers of all elements, in double precision; for the infinity norm, their maximum.
+
+    Sums of several processes together make the norm over all their gradients.
+    """
     parts = []
     for gradient in gradients:
         magnitudes = values_of(gradient).detach().abs().double()

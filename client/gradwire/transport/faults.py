@@ -129,8 +129,7 @@ def rebuild(error: link_pb2.Error) -> errors.GradwireError:
             list(error.types), error.message, error.traceback, worker, error.notes
         )
     type_ = _TYPES.get(error.code, errors.InternalError)
-    rebuilt = type_(error.message, worker=worker)
-    rebuilt._retryable = error.retryable
+    rebuilt = type_(error.message, worker=worker, retryable=error.retryable)
     vars(rebuilt)[_RELAYED] = True
     for note in error.notes:
         rebuilt.add_note(note)

@@ -14,7 +14,7 @@ import torch
 import gradwire
 from gradwire.autograd import borrowed_grad
 from gradwire.errors import StepRefused, WrongArguments
-from gradwire.training.stepping import HALF_MADE, MADE, NOT_MADE, UNKNOWN, Rehearsal, sum_of_powers, unscaled
+from gradwire.training.stepping import DryRun, StepOutcome, sum_of_powers, unscaled
 from gradwire_server.objects.registry import Registry
 from gradwire_server.objects.store import HeldObject, ObjectStore
 
@@ -93,7 +93,7 @@ class WorkerOptimizer:
         self._optimizer = optimizer
         self._objects = objects
         self._set_modules(modules)
-        self._rehearsal = Rehearsal(optimizer)
+        self._dry_run = DryRun(optimizer)
         self._lock = threading.Lock()
         self._prepared: tuple[int, dict[torch.Tensor, torch.Tensor], ExitStack] | None = None
         self._given_up = 0.0
@@ -195,10 +195,10 @@ class WorkerOptimizer:
         # Not while it is being made.
         with self._objects.unchanging([held.value for held in self.modules]), self._lock:
             if ticket == self._half_made:
-                return HALF_MADE
+                return StepOutcome.HALF_MADE
             if ticket == self._committed:
-                return MADE
-            return NOT_MADE if self.is_first or ticket <= self._arrived else UNKNOWN
+                return StepOutcome.MADE
+            return StepOutcome.NOT_MADE if self.is_first or ticket <= self._arrived else StepOutcome.UNKNOWN
 
     def remember_steps_of(self, before: WorkerOptimizer) -> None:
         """Takes the place of another one, which makes no steps any more."""
@@ -322,7 +322,7 @@ class WorkerOptimizer:
             bad = [names[parameter] for parameter, gradient in gradients.items() if not _is_finite(gradient)]
             if bad:
                 raise _refused("nonfinite", f"the gradients of {', '.join(bad[:5])} are not finite")
-        refusal = self._rehearsal.refusal(gradients)
+        refusal = self._dry_run.refusal(gradients)
         if refusal is not None:
             raise _refused("error", refusal)
 

@@ -72,7 +72,7 @@ class Servicer:
     ) -> None:
         self._answering.add(server_call)
         try:
-            self._peer.answer(server_call, work, around_wait)
+            self._peer.serve(server_call, work, around_wait)
         finally:
             self._answering.discard(server_call)
 
