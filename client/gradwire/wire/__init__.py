@@ -1,13 +1,17 @@
-"""Tensors and Python values <-> protobuf messages. No pickle: nothing that comes in can run code.
+"""Tensors and Python values <-> protobuf messages. Without pickle: no received message can run code.
 
-An `Encoder` turns the values of one message into protobuf and lifts their tensors out into one table; a
-`Decoder` takes them back. What cannot travel raises an `Unencodable` that names the path to it.
+An `Encoder` turns the values of one message into protobuf and collects their tensors in one table; a
+`Decoder` turns them back into values. A value that cannot be encoded raises an `Unencodable` that names the
+path to it.
+
+Each of the three levels has an encoding and a decoding module: values, the tensors in them, and the storages
+that tensors view.
 """
 
 from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_codec, supported_codecs
 from .limits import MAX_DEPTH, Limits
 from .messages import parse, refs_in
-from .storages import Attachment
+from .storage_encoding import Attachment
 from .types import TypeRegistry, default_types, register_type
 from .value_decoding import Decoder
 from .value_encoding import ATTACH_FROM, Encoder

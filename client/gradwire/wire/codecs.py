@@ -1,8 +1,8 @@
 """Making the memory of tensors smaller for the wire.
 
-Who sends chooses the codec; the message says what decoding needs, and every number in it is compared with the
-bytes that came before memory is allocated. A codec that cannot help, or would change more than its rounding,
-returns None, and the memory travels as it is.
+The sender chooses the codec. The message says what decoding needs, and every number in it is compared with
+the received bytes before memory is allocated. A codec returns None for memory that it cannot make smaller, or
+that it would change by more than rounding; such memory is sent unencoded.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ CODECS: Final[dict[str, tensor_pb2.Codec]] = {
     "int8": tensor_pb2.CODEC_INT8,
     "zstd": tensor_pb2.CODEC_ZSTD,
 }
-"""Their names, and the wire's numbers."""
+"""The names of the codecs, and their numbers on the wire."""
 
 COMPRESS_FROM: Final = 4 * 1024
-"""Storages of fewer bytes travel as they are: a round trip costs more than they do."""
+"""Storages of fewer bytes are sent unencoded: a round trip costs more than their bytes do."""
 
 _MAX_GROWTH = 16
-"""How many times their own length encoded bytes may decode to."""
+"""The largest ratio of decoded bytes to encoded bytes that a receiver takes."""
 _WORTHWHILE = 0.95
-"""What is not made smaller than this is sent as it is."""
+"""Memory is sent unencoded if its encoded size is not below this fraction of its size."""
 _BLOCK = 256
 _LARGEST_BLOCK = 1 << 16
 _PIECE = _BLOCK << 10
-"""Elements that are quantized at a time, so that what is computed on the way stays in the cache."""
+"""How many elements are quantized at a time, so that the intermediate tensors stay in the cache."""
 _SCALE_BYTES = 4
 _ZSTD_LEVEL = 1
 
@@ -67,34 +67,39 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Encoded(NamedTuple):
-    """Memory made smaller."""
+    """Memory that a codec made smaller."""
 
     message: tensor_pb2.Encoded
-    """What decoding needs; not where the content is."""
+    """The parameters for decoding. The caller adds where the content is."""
     content: torch.Tensor
-    """Bytes."""
+    """The encoded bytes, as a uint8 tensor."""
 
 
 class Residual(Protocol):
-    """What earlier rounding of the same logical tensor left out."""
+    """Keeps the rounding error of a logical tensor, to be added when the tensor is encoded the next time."""
 
     def take(self) -> torch.Tensor | None:
-        """Removes and returns it; None if there is none."""
+        """Removes and returns the rounding error; None if there is none."""
 
     def put(self, left_out: torch.Tensor) -> None:
-        """Keeps what this rounding left out."""
+        """Keeps a rounding error."""
 
 
 class Codec(ABC):
-    """One way to make memory smaller."""
+    """A way to make memory smaller."""
 
     @abstractmethod
     def encode(self, memory: torch.Tensor, dtype: torch.dtype | None) -> Encoded | None:
-        """`memory` is bytes on the CPU. `dtype` is that of its elements; None if not known, or not the same
-        for all tensors that look at it. None is returned for what should travel as it is."""
+        """The encoded memory; None if the memory should be sent unencoded.
+
+        `memory` is a uint8 tensor on the CPU. `dtype` is the dtype of the elements; None if it is not known,
+        or not the same for all tensors that view the memory.
+        """
 
 
 class _Narrow(Codec):
+    """Converts floating-point elements to a narrower dtype: fp16 and bf16."""
+
     def __init__(self, narrow: torch.dtype) -> None:
         self._narrow = narrow
 
@@ -106,11 +111,11 @@ class _Narrow(Codec):
         narrow = values.to(self._narrow)
         largest = torch.finfo(self._narrow).max
         lowest, highest = values.aminmax()
-        # Not the other way round: comparisons with NaN are false.
+        # Written with `not`, because comparisons with NaN are false.
         if not (lowest >= -largest and highest <= largest) and not torch.equal(
             narrow.isfinite(), values.isfinite()
         ):
-            return None  # a number beyond the range would become infinite
+            return None  # an element beyond the range of the narrow dtype would become infinite
         message = tensor_pb2.Encoded()
         message.narrowed.dtype = NUMBERS[real]
         message.narrowed.narrow = NUMBERS[self._narrow]
@@ -118,6 +123,8 @@ class _Narrow(Codec):
 
 
 class _Blockwise(Codec):
+    """Quantizes elements to 8-bit integers, with a scale for each block: int8."""
+
     def __init__(self, residual: Residual | None = None) -> None:
         self._residual = residual
 
@@ -130,10 +137,11 @@ class _Blockwise(Codec):
         left_out = None if self._residual is None else torch.empty_like(values, dtype=_working(real))
         content = _quantize(values, carried, left_out)
         if self._residual is not None:
-            # Where it cannot be quantized it travels exactly, and what was owed is owed still.
-            owed = carried if content is None else left_out
-            if owed is not None:
-                self._residual.put(owed)
+            # Memory that cannot be quantized is sent exactly, without the earlier rounding error, which is
+            # kept.
+            kept = carried if content is None else left_out
+            if kept is not None:
+                self._residual.put(kept)
         if content is None:
             return None
         message = tensor_pb2.Encoded()
@@ -145,9 +153,9 @@ class _Blockwise(Codec):
 def _quantize(
     values: torch.Tensor, carried: torch.Tensor | None, left_out: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Scales and integers; None if a number is not finite, or too large for a scale.
+    """The scales and the integers as bytes; None if an element is not finite, or too large for a scale.
 
-    `carried` is added first. What rounding leaves out is written to `left_out`.
+    `carried`, the earlier rounding error, is added first. The new rounding error is written to `left_out`.
     """
     count = values.numel()
     scale_bytes = -(-count // _BLOCK) * _SCALE_BYTES
@@ -164,7 +172,7 @@ def _quantize(
         if not scale.isfinite().all():
             return None
         divisor = torch.where(scale > 0, scale, 1).to(blocks.dtype)
-        # Scales of denormal numbers are themselves rounded, hence the bounds.
+        # The scales of denormal numbers are rounded themselves, so a quotient may exceed 127.
         rounded = (blocks / divisor[:, None]).round_().clamp_(-127, 127)
         scales[start // _BLOCK :][: len(scale)] = scale
         integers[start:end] = rounded.view(-1)[: end - start]
@@ -182,11 +190,14 @@ def _in_blocks(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _working(real: torch.dtype) -> torch.dtype:
-    """The type in which elements are scaled."""
+    """The dtype in which elements are scaled."""
     return torch.float64 if real is torch.float64 else torch.float32
 
 
 class _Zstandard(Codec):
+    """Compresses bytes without loss: zstd. The first bytes of all elements come first, then the second bytes,
+    ..."""
+
     def encode(self, memory: torch.Tensor, dtype: torch.dtype | None) -> Encoded | None:
         size = memory.numel()
         real = None if dtype is None else _REAL.get(dtype, dtype)
@@ -203,7 +214,7 @@ class _Zstandard(Codec):
 
 @cache
 def _zstandard() -> Any:
-    """The module; raises ImportError where it is not installed."""
+    """The zstandard module. Raises ImportError if it is not installed."""
     import zstandard
 
     return zstandard
@@ -211,7 +222,7 @@ def _zstandard() -> Any:
 
 @cache
 def supported_codecs() -> tuple[tensor_pb2.Codec, ...]:
-    """What can be encoded and decoded here."""
+    """The numbers of the codecs that this process can encode and decode."""
     try:
         _zstandard()
     except ImportError:
@@ -220,7 +231,8 @@ def supported_codecs() -> tuple[tensor_pb2.Codec, ...]:
 
 
 def require_codec(name: str) -> tensor_pb2.Codec:
-    """The number of a codec that this process has."""
+    """The number of a codec. Raises ValueError for an unknown name, CodecUnavailable if its package is
+    missing."""
     number = CODECS.get(name)
     if number is None:
         raise ValueError(f"no codec is called {name!r}; there are {', '.join(CODECS)}")
@@ -230,7 +242,7 @@ def require_codec(name: str) -> tensor_pb2.Codec:
 
 
 def find_codec(number: int, residual: Residual | None = None) -> Codec | None:
-    """The codec of that number; None if it is CODEC_NONE, or not available here."""
+    """The codec of a number; None for CODEC_NONE, and for a codec that this process lacks."""
     if number == tensor_pb2.CODEC_INT8:
         return _Blockwise(residual)
     return _STATELESS.get(number) if number in supported_codecs() else None
@@ -244,18 +256,19 @@ _STATELESS: dict[int, Codec] = {
 
 
 def check_encoded(message: tensor_pb2.Encoded, size: int, available: int) -> None:
-    """Raises MalformedMessage unless that many bytes can decode to `size`. Allocates nothing."""
+    """Raises MalformedMessage unless `available` encoded bytes can decode to `size` bytes. Allocates
+    nothing."""
     kind = message.WhichOneof("codec")
     if not 0 < size <= _MAX_GROWTH * available:
         raise MalformedMessage(f"{available} encoded bytes for {size}: at most {_MAX_GROWTH} times as many")
     if kind == "narrowed":
-        count = _count(message.narrowed.dtype, _WIDE, size)
+        count = _element_count(message.narrowed.dtype, _WIDE, size)
         narrow = BY_NUMBER.get(message.narrowed.narrow)
         if narrow is None or narrow.dtype not in _NARROW:
             raise MalformedMessage(f"elements narrowed to dtype {message.narrowed.narrow}")
         expected = count * narrow.itemsize
     elif kind == "blockwise":
-        count = _count(message.blockwise.dtype, tuple(set(_REAL.values())), size)
+        count = _element_count(message.blockwise.dtype, tuple(set(_REAL.values())), size)
         block = message.blockwise.block
         if not 1 <= block <= _LARGEST_BLOCK:
             raise MalformedMessage(f"blocks of {block} elements")
@@ -270,7 +283,7 @@ def check_encoded(message: tensor_pb2.Encoded, size: int, available: int) -> Non
         raise MalformedMessage(f"{available} encoded bytes where {expected} are needed")
 
 
-def _count(number: int, allowed: tuple[torch.dtype, ...], size: int) -> int:
+def _element_count(number: int, allowed: tuple[torch.dtype, ...], size: int) -> int:
     wire_type = BY_NUMBER.get(number)
     if wire_type is None or wire_type.dtype not in allowed or size % wire_type.itemsize:
         raise MalformedMessage(f"{size} encoded bytes of dtype {number}")
@@ -278,7 +291,7 @@ def _count(number: int, allowed: tuple[torch.dtype, ...], size: int) -> int:
 
 
 def decode(message: tensor_pb2.Encoded, size: int, content: torch.Tensor) -> torch.Tensor:
-    """The `size` bytes that were encoded; `check_encoded` has been there."""
+    """The `size` bytes that were encoded. The caller has called `check_encoded`."""
     kind = message.WhichOneof("codec")
     if kind == "narrowed":
         narrow = content.view(BY_NUMBER[message.narrowed.narrow].dtype)
@@ -310,11 +323,11 @@ def _decompress(width: int, size: int, content: torch.Tensor) -> torch.Tensor:
         zstandard = _zstandard()
     except ImportError:
         raise MalformedMessage(
-            "a storage came compressed with zstd, which this process did not say that it takes"
+            "a storage was compressed with zstd, which this process did not offer"
         ) from None
     frame = content.numpy()
     try:
-        # From the frame's own header, before anything is allocated for it.
+        # The size in the frame's own header is checked before memory is allocated for it.
         if zstandard.frame_content_size(frame) != size:
             raise MalformedMessage(f"a Zstandard frame that does not decode to {size} bytes")
         grouped = zstandard.ZstdDecompressor().decompress(frame)

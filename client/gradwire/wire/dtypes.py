@@ -1,8 +1,8 @@
 """torch.dtype <-> the numbers and names of the wire.
 
-Bytes never travel through a conversion: where elements have to be moved (gathering a view with gaps, say)
-they are moved as integers of the same width, their *carrier*. That keeps NaN payloads, and works for the
-dtypes for which torch has no copy kernel at all (int1 ... uint7).
+Elements are never converted. Where they have to be copied, for example to gather a view with gaps, they are
+copied as integers of the same width, their *carrier*. That keeps NaN payloads, and works for the dtypes for
+which torch has no copy kernel at all (int1 ... uint7).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ __all__ = [
 ]
 
 if sys.byteorder != "little":  # pragma: no cover
-    raise ImportError("gradwire sends memory as it lies: only little-endian machines are supported")
+    raise ImportError("gradwire sends memory as it is: only little-endian machines are supported")
 
 
 class WireType(NamedTuple):
-    """A dtype that can travel."""
+    """A dtype that can be sent."""
 
     dtype: torch.dtype
     itemsize: int
     plain: bool
-    """Neither quantized nor complex32: `torch.empty` makes it as it is, without a warning."""
+    """Neither quantized nor complex32: `torch.empty` takes it without a warning."""
     differentiable: bool
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32 rather than torch.float32."""
+    """The name of a dtype without the prefix: float32, not torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
-# Every dtype that this torch knows, aliases such as "half" left out. Older ones lack some narrow integers.
+# All dtypes of the installed torch, without aliases such as "half". Older versions lack some narrow integers.
 DTYPES_BY_NAME: Final[dict[str, torch.dtype]] = {
     dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
@@ -53,7 +53,7 @@ QUANTIZED: Final[dict[torch.dtype, torch.dtype]] = {
     torch.quint8: torch.uint8,
     torch.qint32: torch.int32,
 }
-"""The quantized dtypes that can travel, with the type of their integers."""
+"""The quantized dtypes that can be sent, with the dtype of their integers."""
 
 # complex128 is its own carrier: no integer is that wide, and copying it is two plain 64-bit moves.
 CARRIERS: Final[dict[int, torch.dtype]] = {
@@ -63,7 +63,7 @@ CARRIERS: Final[dict[int, torch.dtype]] = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""Width in bytes -> the dtype as which elements of that width are copied."""
+"""Width in bytes -> the carrier: the dtype as which elements of that width are copied."""
 
 
 def _wire_types() -> dict[int, WireType]:
@@ -81,9 +81,9 @@ def _wire_types() -> dict[int, WireType]:
 
 
 BY_NUMBER: Final[dict[int, WireType]] = _wire_types()
-"""The wire's number -> dtype. Numbers that this torch has no dtype for are absent."""
+"""Number on the wire -> dtype. Numbers for which the installed torch has no dtype are absent."""
 
 NUMBERS: Final[dict[torch.dtype, tensor_pb2.DType]] = {
     wire_type.dtype: cast(tensor_pb2.DType, number) for number, wire_type in BY_NUMBER.items()
 }
-"""dtype -> the wire's number."""
+"""dtype -> number on the wire."""

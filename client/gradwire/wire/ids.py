@@ -1,4 +1,4 @@
-"""Names for contexts, messages and passes. No coordinator hands them out: a peer counts its own."""
+"""The ids of contexts, messages and passes. Each peer numbers its own, so there is no coordinator."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gradwire.proto.v1 import autograd_pb2
 __all__ = ["AutogradMessageId", "ContextId", "message_ids", "message_protos"]
 
 _new = tuple.__new__
-"""What the constructor of a named tuple calls. There are many in each message, so directly."""
+"""What the constructor of a named tuple calls. Called directly, since each message has many ids."""
 
-# An id does not have the hash of a tuple, which can be worked out: other peers choose their ids, and many of
-# one hash would make each that is looked up slow. Whoever does not know these factors cannot find such.
+# Ids do not use the hash of tuples: other peers choose their ids, and could choose many with the same hash,
+# which would make each lookup slow. Without knowing these random factors a peer cannot find such ids.
 _MODULUS = (1 << 61) - 1
-_NODE_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
+_PEER_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
 _NUMBER_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
 
 
@@ -27,7 +27,7 @@ class ContextId(NamedTuple):
     number: int
 
     def __hash__(self) -> int:
-        return (self[0] * _NODE_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
+        return (self[0] * _PEER_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
 
     @classmethod
     def parse(cls, message: autograd_pb2.ContextId) -> ContextId:
@@ -35,7 +35,7 @@ class ContextId(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> ContextId:
-        """The context that `str` writes so. Raises ValueError if it is none."""
+        """The id that `str` writes as this text. Raises ValueError if it is not the text of an id."""
         peer, _, number = text.partition(":")
         try:
             return cls(int(peer, 16), int(number))
@@ -56,7 +56,7 @@ class AutogradMessageId(NamedTuple):
     number: int
 
     def __hash__(self) -> int:
-        return (self[0] * _NODE_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
+        return (self[0] * _PEER_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
 
     @classmethod
     def parse(cls, message: autograd_pb2.AutogradMessageId) -> AutogradMessageId:

@@ -1,7 +1,7 @@
-"""Tensors as plain memory: looking at the same bytes as another dtype, and building tensors over given bytes.
+"""Tensors as plain memory: the same bytes viewed as another dtype, and tensors over given bytes.
 
-Every `torch.empty` names its device. Without, a `with torch.device("cuda")` around a call would decide where
-the bytes go.
+Every `torch.empty` names its device. Otherwise a `with torch.device("cuda")` block of the user would decide
+where the bytes go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
     "flip_signs",
     "is_dense",
     "is_injective",
-    "span",
+    "spanned_elements",
 ]
 
 _SCRATCH = bytearray(16)
@@ -29,22 +29,23 @@ _SCRATCH = bytearray(16)
 def build(
     dtype: torch.dtype, memory: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor of any dtype over memory that another one holds. `offset` counts elements of `dtype`.
+    """A tensor of any dtype over the storage of another tensor. `offset` counts elements of `dtype`.
 
-    The caller has checked that it all lies within. Not `empty`, which warns of complex32.
+    The caller has checked that all elements lie within the storage. Not made with `torch.empty`, which warns
+    for complex32.
     """
     empty = torch.frombuffer(_SCRATCH, dtype=dtype, count=1)
     return empty.set_(memory.untyped_storage(), offset, shape, strides)
 
 
 def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as elements that torch can copy bit for bit. Conj and neg flags are dropped."""
+    """The same memory viewed as its carrier, which torch copies bit for bit. Drops conj and neg flags."""
     empty = torch.empty(0, dtype=CARRIERS[tensor.element_size()], device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def as_bytes(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    """`size` bytes from address `start` of the storage that `tensor` looks at."""
+    """`size` bytes from address `start` on, in the storage of `tensor`."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, start - storage.data_ptr(), (size,), (1,))
@@ -88,13 +89,13 @@ def contiguous_strides(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one that a tensor looks at. The tensor is not empty."""
+def spanned_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of memory lie from the first to the last element of a tensor that is not empty."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether there is no gap between the first and the last element, in any order of the dimensions."""
+    """Whether the elements leave no gap in memory, in whatever order the dimensions lie."""
     reach = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride > reach:
@@ -104,7 +105,10 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two elements share memory, stride 0 aside. May say no where the answer is yes."""
+    """Whether no two elements share memory, except along dimensions of stride 0.
+
+    Conservative: it may return False for a tensor whose elements share no memory.
+    """
     reach = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride > 0:

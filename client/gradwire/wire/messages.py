@@ -1,4 +1,4 @@
-"""Reading whole protobuf messages."""
+"""Parsing protobuf messages, and finding the refs in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ M = TypeVar("M", bound=Message)
 
 
 def parse(type_: type[M], body: bytes) -> M:
-    """The message in some bytes, or MalformedMessage."""
+    """The message of a type that the bytes hold. Raises MalformedMessage if they do not."""
     try:
         return type_.FromString(body)
     except DecodeError as error:
@@ -24,13 +24,13 @@ def parse(type_: type[M], body: bytes) -> M:
 
 
 def refs_in(messages: Iterable[Message]) -> Iterator[value_pb2.RemoteRef]:
-    """All refs in some values, or in whatever has values in it."""
-    waiting = list(messages)
-    while waiting:
-        message = waiting.pop()
+    """All refs inside some messages, at any depth."""
+    unvisited = list(messages)
+    while unvisited:
+        message = unvisited.pop()
         if isinstance(message, value_pb2.RemoteRef):
             yield message
             continue
         for field, value in message.ListFields():
             if field.message_type is not None:
-                waiting.extend([value] if isinstance(value, Message) else value)
+                unvisited.extend([value] if isinstance(value, Message) else value)

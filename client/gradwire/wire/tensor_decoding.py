@@ -1,7 +1,8 @@
 """TensorTable -> tensors.
 
-Two passes. The first compares every number of the message with the bytes that came, and allocates nothing.
-The second builds. Only what the indices of sparse tensors say is checked there, in memory that came.
+There are two passes. The first compares every number of the message with the received bytes, and allocates
+nothing. The second builds the tensors. Only the values of the indices of sparse tensors are checked in the
+second pass.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from gradwire.torch_internals import (
     validate_coo,
 )
 
-from .contents import Bytes, Encoded, adopt, check_storages, materialise
 from .dtypes import BY_NUMBER, CARRIERS, QUANTIZED, WireType
 from .limits import Limits
-from .memory import build, contiguous_strides, span
+from .memory import build, contiguous_strides, spanned_elements
+from .storage_decoding import Buffer, EncodedStorage, check_storages, materialise, zero_copy_tensor
 
 __all__ = ["TensorReader"]
 
-# What torch counts with.
+# The largest size that torch can represent.
 _LARGEST = 2**63 - 1
 _SPARSE_LAYOUTS = {
     tensor_pb2.LAYOUT_SPARSE_COO: torch.sparse_coo,
@@ -45,37 +46,38 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 
 
 class _Strided(NamedTuple):
-    """A strided tensor whose numbers have been checked."""
+    """A strided tensor whose fields have been checked."""
 
     wire_type: WireType
     shape: list[int]
     strides: list[int] | None
-    """None: contiguous."""
+    """None for a contiguous tensor."""
     offset: int
     size: int
-    """In bytes, were it compact."""
+    """The bytes of all elements, without gaps."""
     storage: int | None
-    """None: a meta tensor."""
+    """None for a meta tensor."""
     quantization: tensor_pb2.Quantization | None
 
 
 class TensorReader:
-    """Checks one table and builds what it says.
+    """Checks one table, and builds its tensors.
 
-    `tensors` are in the order of the table: the sender's own first, then the components of sparse ones.
+    `tensors` are in the order of the table: first the tensors of the sender, then the components of sparse
+    tensors.
     """
 
-    def __init__(self, table: tensor_pb2.TensorTable, attachments: Sequence[Bytes], limits: Limits) -> None:
+    def __init__(self, table: tensor_pb2.TensorTable, attachments: Sequence[Buffer], limits: Limits) -> None:
         self._limits = limits
         self._contents = check_storages(table, attachments)
         self.saved = 0
-        """Bytes that codecs spared."""
+        """Buffer that codecs spared."""
         for content in self._contents:
-            if isinstance(content, Encoded):
+            if isinstance(content, EncodedStorage):
                 self.saved += content.saved
         self._memory: dict[int, torch.Tensor] = {}
         self.is_shared = False
-        """Whether several tensors look at the same memory."""
+        """Whether several tensors view the same storage."""
         messages = table.tensors[:]
         if len(messages) == 1:
             only = self._check_simple(messages[0])
@@ -85,7 +87,9 @@ class TensorReader:
                 self.devices = ["cpu"]
                 return
         if len(messages) > limits.max_tensors:
-            raise MalformedMessage(f"{len(messages)} tensors came, at most {limits.max_tensors} are taken")
+            raise MalformedMessage(
+                f"{len(messages)} tensors were received, at most {limits.max_tensors} are taken"
+            )
         checked: list[_Strided | None] = []
         uses = [0] * len(self._contents)
         for index, message in enumerate(messages):
@@ -93,7 +97,9 @@ class TensorReader:
             if strided is None:
                 if not 0 <= message.layout <= 1:
                     values = _check_sparse(message, index, messages, limits)
-                    self._check_span(message.shape[:], prod(message.shape), self._room_of(values), index)
+                    self._check_span(
+                        message.shape[:], prod(message.shape), self._storage_capacity(values), index
+                    )
                 else:
                     strided = self._check_strided(message, index)
             checked.append(strided)
@@ -101,7 +107,7 @@ class TensorReader:
                 uses[strided.storage] += 1
 
         self.is_shared = any(count > 1 for count in uses)
-        # Components first: the sparse tensors that they make up come before them in the table.
+        # Strided tensors are built first: the components of a sparse tensor come after it in the table.
         built = [None if strided is None else self._build_strided(strided, uses) for strided in checked]
         self.tensors = [
             _build_sparse(messages[index], index, built) if tensor is None else tensor
@@ -111,7 +117,7 @@ class TensorReader:
         self.devices = [message.device or "cpu" for message in messages]
 
     def memory(self, storage: int, needed: int) -> torch.Tensor:
-        """The bytes of a storage, checked to be `needed` in number; the same memory each time."""
+        """The memory of a storage of `needed` bytes; the same memory each time. For numpy arrays."""
         if storage >= len(self._contents):
             raise MalformedMessage(f"storage {storage} is missing, there are {len(self._contents)}")
         if len(self._contents[storage]) != needed:
@@ -121,7 +127,7 @@ class TensorReader:
         return self._materialise(storage)
 
     def _check_simple(self, message: tensor_pb2.Tensor) -> _Strided | None:
-        """The short way for a contiguous tensor that is all of its storage. None: look closer."""
+        """A fast path for a contiguous tensor that fills its storage; None if the full check is needed."""
         if (
             not 0 <= message.layout <= 1
             or message.device
@@ -165,22 +171,24 @@ class TensorReader:
         if message.components:
             raise MalformedMessage(f"tensor {index} is strided and has components")
         size = elements * wire_type.itemsize
-        reach = size if strides is None or not elements else span(shape, strides) * wire_type.itemsize
+        reach = (
+            size if strides is None or not elements else spanned_elements(shape, strides) * wire_type.itemsize
+        )
         quantization = message.quantization if message.HasField("quantization") else None
         if (quantization is not None) != (wire_type.dtype in QUANTIZED):
-            raise MalformedMessage(f"tensor {index} of {wire_type.dtype}: quantization out of place")
+            raise MalformedMessage(
+                f"tensor {index} of {wire_type.dtype}: quantization is missing or not allowed"
+            )
         if quantization is not None:
             _check_quantization(quantization, shape, index)
         if message.device == "meta":
             if quantization is not None or reach > _LARGEST >> 1 or message.offset:
-                raise MalformedMessage(f"tensor {index} is no meta tensor that could be")
+                raise MalformedMessage(f"tensor {index} is not a valid meta tensor")
             self._check_span(shape, elements, 0, index)
             return _Strided(wire_type, shape, strides, 0, size, None, None)
         storage = message.storage
         if storage >= len(self._contents):
-            raise MalformedMessage(
-                f"tensor {index} looks at storage {storage}, there are {len(self._contents)}"
-            )
+            raise MalformedMessage(f"tensor {index} views storage {storage}, there are {len(self._contents)}")
         available = len(self._contents[storage])
         if message.offset * wire_type.itemsize + reach > available:
             raise MalformedMessage(
@@ -190,24 +198,25 @@ class TensorReader:
         self._check_span(shape, elements, available // wire_type.itemsize, index)
         return _Strided(wire_type, shape, strides, message.offset, size, storage, quantization)
 
-    def _room_of(self, message: tensor_pb2.Tensor) -> int:
-        """How many elements the storage of a tensor has room for."""
+    def _storage_capacity(self, message: tensor_pb2.Tensor) -> int:
+        """How many elements of a tensor's dtype its storage holds."""
         wire_type = BY_NUMBER.get(message.dtype)
         if wire_type is None or message.storage >= len(self._contents):
-            return 0  # which will be noticed when it is its turn
+            return 0  # the check of that tensor itself will refuse it
         return len(self._contents[message.storage]) // wire_type.itemsize
 
-    def _check_span(self, shape: list[int], elements: int, came: int, index: int) -> None:
-        """`came`: how many elements the bytes that came have room for."""
+    def _check_span(self, shape: list[int], elements: int, received: int, index: int) -> None:
+        """Raises ResourceExhausted if a tensor has more elements than the limit. `received`: how many
+        elements the received bytes hold, which are always allowed."""
         limit = self._limits.max_tensor_elements
-        if elements > max(limit, came):
+        if elements > max(limit, received):
             raise ResourceExhausted(
-                f"tensor {index} of shape {shape} spans {elements} elements, and the bytes of {came} came; "
-                f"at most {limit} may be spanned so (max_tensor_elements)"
+                f"tensor {index} of shape {shape} spans {elements} elements, and the bytes of {received} "
+                f"were received; at most {limit} may be spanned so (max_tensor_elements)"
             )
 
     def _build_strided(self, strided: _Strided, uses: list[int] | None) -> torch.Tensor:
-        """`uses`: how many tensors look at each storage. None: this is the only one."""
+        """Builds a tensor. `uses`: how many tensors view each storage; None if this is the only tensor."""
         wire_type, shape, strides, offset, size, storage, quantization = strided
         if storage is None:
             return _build_meta(wire_type, shape, strides)
@@ -215,14 +224,17 @@ class TensorReader:
             content = self._contents[storage]
             if len(content) == size:
                 if isinstance(content, bytes):
-                    # torch's own memory: aligned, and the user may resize it.
+                    # Copied into memory of torch, which is aligned, and which the user may resize.
                     tensor = torch.empty(*shape or ((),), dtype=wire_type.dtype, device=_CPU)
                     ctypes.memmove(tensor.data_ptr(), content, size)
                     return tensor
-                adopted = None if isinstance(content, Encoded) else adopt(content, wire_type.dtype)
-                if adopted is not None:
-                    # In place: autograd lets nobody write to a view that a recv node returns.
-                    return adopted if len(shape) == 1 else adopted.resize_(shape)
+                received = None
+                if not isinstance(content, EncodedStorage):
+                    received = zero_copy_tensor(content, wire_type.dtype)
+                if received is not None:
+                    # Resized in place: autograd forbids in-place operations on a view that a recv node
+                    # returns.
+                    return received if len(shape) == 1 else received.resize_(shape)
         memory = self._materialise(storage)
         strides = contiguous_strides(shape) if strides is None else strides
         if quantization is not None:
@@ -230,7 +242,7 @@ class TensorReader:
         return build(wire_type.dtype, memory, offset, shape, strides)
 
     def _materialise(self, storage: int) -> torch.Tensor:
-        """The memory of a storage; the same for all tensors that look at it."""
+        """The memory of a storage; the same for all tensors that view it."""
         memory = self._memory.get(storage)
         if memory is None:
             memory = self._memory[storage] = materialise(self._contents[storage])
@@ -238,7 +250,7 @@ class TensorReader:
 
 
 def check_shape(shape: list[int], what: str, limits: Limits) -> int:
-    """The number of elements. Raises where there are too many dimensions, or sizes that cannot be."""
+    """The number of elements. Raises MalformedMessage for too many dimensions, or impossible sizes."""
     if len(shape) > limits.max_dims:
         raise MalformedMessage(f"{what} has {len(shape)} dimensions, at most {limits.max_dims} are taken")
     elements = 1
@@ -248,7 +260,7 @@ def check_shape(shape: list[int], what: str, limits: Limits) -> int:
             raise MalformedMessage(f"{what} has shape {shape}")
         elements *= size
         largest *= size or 1
-    # An empty tensor of shape (0, 2**62, 2**62) has strides that torch cannot count.
+    # An empty tensor of shape (0, 2**62, 2**62) has strides that torch cannot represent.
     if largest > _LARGEST >> 5:
         raise MalformedMessage(f"{what} has shape {shape}")
     return elements
@@ -256,7 +268,7 @@ def check_shape(shape: list[int], what: str, limits: Limits) -> int:
 
 def _build_meta(wire_type: WireType, shape: list[int], strides: list[int] | None) -> torch.Tensor:
     strides = contiguous_strides(shape) if strides is None else strides
-    # Made as its carrier, because making a complex32 warns.
+    # Made with the carrier's dtype, because torch warns when a complex32 tensor is made.
     carrier = CARRIERS[wire_type.itemsize]
     return torch.empty_strided(shape, strides, dtype=carrier, device="meta").view(wire_type.dtype)
 
@@ -291,10 +303,12 @@ def _build_quantized(
 
 
 def _despite_warning(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """torch says once per process that compressed sparse tensors are beta and quantized ones deprecated.
+    """Calls `make` again if it raised a warning.
 
-    Where a filter makes that an error it would look as if the message were at fault. The second time it is
-    quiet. (`warnings.catch_warnings` changes the filters of all threads, so is not for a library.)
+    torch warns once per process that compressed sparse tensors are beta, and that quantized tensors are
+    deprecated. If a filter turns that warning into an error, it would look as if the message were malformed.
+    The second call does not warn. (`warnings.catch_warnings` changes the filters of all threads, so a library
+    must not use it.)
     """
     try:
         return make()
@@ -319,7 +333,7 @@ def _quantized_empty(dtype: torch.dtype, message: tensor_pb2.Quantization, shape
 def _check_sparse(
     message: tensor_pb2.Tensor, index: int, messages: list[tensor_pb2.Tensor], limits: Limits
 ) -> tensor_pb2.Tensor:
-    """The tensor of its values."""
+    """Checks a sparse tensor. Returns the entry of its values."""
     layout = _SPARSE_LAYOUTS.get(message.layout)
     if layout is None:
         raise MalformedMessage(f"tensor {index} has layout {message.layout}, which is not known here")
@@ -330,12 +344,14 @@ def _check_sparse(
             raise MalformedMessage(
                 f"tensor {index} has component {component}, there are {len(messages)} tensors"
             )
-        # Strided all, so there are no cycles either.
+        # All components are strided, so there are no cycles.
         if not 0 <= messages[component].layout <= 1 or messages[component].device == "meta":
             raise MalformedMessage(f"tensor {index} has component {component}, which is not strided")
     wire_type = BY_NUMBER.get(message.dtype)
     if wire_type is None or messages[message.components[-1]].dtype != message.dtype or not wire_type.plain:
-        raise MalformedMessage(f"tensor {index} has dtype {message.dtype}, its values another or none")
+        raise MalformedMessage(
+            f"tensor {index} has dtype {message.dtype}, its values another dtype or an unknown one"
+        )
     if message.requires_grad and not wire_type.differentiable:
         raise MalformedMessage(f"tensor {index} of {wire_type.dtype} cannot require grad")
     if len(message.shape) > limits.max_dims:
@@ -356,19 +372,21 @@ def _build_sparse(message: tensor_pb2.Tensor, index: int, built: list[torch.Tens
     layout = _SPARSE_LAYOUTS[message.layout]
     shape = message.shape[:]
     if any(part.dtype not in _INDEX_TYPES or part.is_quantized for part in indices):
-        raise MalformedMessage(f"tensor {index} has indices that are no integers")
-    # Copied, so that nothing can write to them after they were checked: neither a tensor of the same message
-    # over the same bytes nor a sender with whom the memory is shared. Wrong indices would reach anywhere.
+        raise MalformedMessage(f"tensor {index} has indices that are not integers")
+    # The indices are copied before they are checked, so that nothing can change them afterwards: neither
+    # another tensor over the same bytes nor a sender in whose shared memory they lie. Wrong indices could
+    # address any memory.
     if any(part.nbytes > part.untyped_storage().nbytes() for part in indices):
-        raise MalformedMessage(f"tensor {index} has indices that are more than their bytes")
+        raise MalformedMessage(f"tensor {index} has indices that are larger than their storage")
     indices = [part.clone(memory_format=torch.contiguous_format) for part in indices]
     if layout in (torch.sparse_bsr, torch.sparse_bsc):
-        # torch's own check takes blocks of size 0 and to_dense() divides by it, which ends the process.
+        # torch's own check accepts blocks of size 0, and to_dense() divides by that size, which ends the
+        # process.
         first = indices[0].dim()
         if values.dim() < first + 2 or 0 in values.shape[first : first + 2]:
             raise MalformedMessage(f"tensor {index} has blocks of shape {list(values.shape[first:])}")
-    # Checked apart from building: the check_invariants argument of the constructors switches a setting of the
-    # whole process while they run, which other threads would see.
+    # Checked by separate functions: the check_invariants argument of the constructors changes a setting of
+    # the whole process while they run, which other threads would see.
     try:
         if layout is torch.sparse_coo:
             validate_coo(indices[0], values, shape, message.coalesced)

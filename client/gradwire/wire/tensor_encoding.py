@@ -12,8 +12,8 @@ from gradwire.torch_internals import coo_indices, coo_values, is_functorch_wrapp
 
 from .codecs import COMPRESS_FROM, Codec
 from .dtypes import NUMBERS, QUANTIZED
-from .memory import contiguous_strides, flip_signs, span
-from .storages import Attachment, Region, StorageWriter
+from .memory import contiguous_strides, flip_signs, spanned_elements
+from .storage_encoding import Attachment, StorageWriter, TensorSpan
 
 __all__ = ["TensorWriter"]
 
@@ -35,8 +35,11 @@ _CHANNEL_SCHEMES = (torch.per_channel_affine, torch.per_channel_symmetric)
 
 
 def _size_if_simple(tensor: torch.Tensor) -> int | None:
-    """The bytes of a tensor that is contiguous, or one element over and over as the gradient of a sum is, on
-    the CPU, and has nothing unusual about it; None for any other."""
+    """The bytes to send for a simple tensor; None for any other tensor.
+
+    A simple tensor is a plain strided tensor on the CPU that is contiguous, or repeats one element, as the
+    gradient of a sum does.
+    """
     if not (
         (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and tensor.is_cpu
@@ -48,7 +51,7 @@ def _size_if_simple(tensor: torch.Tensor) -> int | None:
         return None
     if tensor.is_contiguous():
         size, shape = tensor.nbytes, tensor.shape
-        # Dimensions of size 0 and 1 may have any stride and count as contiguous all the same.
+        # Dimensions of size 0 and 1 may have any stride in a contiguous tensor.
         if not size or (1 in shape and list(tensor.stride()) != contiguous_strides(shape)):
             return None
     elif not any(tensor.stride()):
@@ -56,70 +59,70 @@ def _size_if_simple(tensor: torch.Tensor) -> int | None:
     else:
         return None
     try:
-        # Raises where there is none, as for tensors inside torch.func.
+        # Raises for a tensor without a storage, such as a tensor inside torch.func.
         is_whole = tensor.storage_offset() * tensor.itemsize + size <= tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         return None
     return size if is_whole else None
 
 
-def _why_not(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot travel; None where it can."""
+def _reason_against(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be sent; None if it can."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return f"a tensor of type {type(tensor).__qualname__} cannot travel; send a plain torch.Tensor"
+        return f"a tensor of type {type(tensor).__qualname__} cannot be sent; send a plain torch.Tensor"
     if tensor.is_nested:
-        return "a nested tensor cannot travel; send tensor.unbind() instead"
+        return "a nested tensor cannot be sent; send tensor.unbind() instead"
     if tensor.dtype not in NUMBERS:
-        return f"a tensor of dtype {tensor.dtype} cannot travel"
+        return f"a tensor of dtype {tensor.dtype} cannot be sent"
     if tensor.layout is not _STRIDED:
         if tensor.layout not in _COMPONENTS:
-            return f"a tensor of layout {tensor.layout} cannot travel; send tensor.to_dense() instead"
+            return f"a tensor of layout {tensor.layout} cannot be sent; send tensor.to_dense() instead"
         if tensor.is_meta:
-            return "a sparse meta tensor cannot travel"
+            return "a sparse meta tensor cannot be sent"
         return None
     if is_functorch_wrapped(tensor):
-        return "a tensor inside torch.func (vmap, grad, ...) has no memory of its own and cannot travel"
+        return "a tensor inside torch.func (vmap, grad, ...) has no memory of its own and cannot be sent"
     if tensor.is_quantized:
-        return _why_not_quantized(tensor)
+        return _reason_against_quantized(tensor)
     if not tensor.is_meta and tensor.numel() and not is_zerotensor(tensor):
-        needed = span(tensor.shape, tensor.stride()) + tensor.storage_offset()
+        needed = spanned_elements(tensor.shape, tensor.stride()) + tensor.storage_offset()
         if needed * tensor.element_size() > tensor.untyped_storage().nbytes():
             return "the tensor's storage was resized and no longer holds its elements"
     return None
 
 
-def _why_not_quantized(tensor: torch.Tensor) -> str | None:
+def _reason_against_quantized(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
-        return "a quantized meta tensor cannot travel"
+        return "a quantized meta tensor cannot be sent"
     try:
         scheme = tensor.qscheme()
     except RuntimeError:
-        return "a quantized tensor without scale and zero point cannot travel"
+        return "a quantized tensor without scale and zero point cannot be sent"
     if scheme in _QUANTIZATION_SCHEMES or scheme in _CHANNEL_SCHEMES:
         return None
-    return f"a tensor quantized with {scheme} cannot travel"
+    return f"a tensor quantized with {scheme} cannot be sent"
 
 
 class TensorWriter:
-    """Collects the tensors of one message; `finish` writes them all, once it is known which share memory.
+    """Collects the tensors of one message. `finish` writes them together, since some may share memory.
 
-    `codec` is for the memory of all strided tensors that are not added with one of their own.
+    `codec` is for all strided tensors that are added without a codec.
     """
 
     def __init__(self, attach_from: int | None, inline_bytes: int, codec: Codec | None = None) -> None:
         self.table = tensor_pb2.TensorTable()
         self.storages = StorageWriter(self.table, attach_from, inline_bytes)
         self.tensors: list[torch.Tensor] = []
-        # By identity: the list keeps every tensor alive, so that no id comes twice.
+        # By id(): `tensors` keeps every tensor alive, so that no two of them have the same id.
         self._indices: dict[int, int] = {}
         self._codec = codec
         self._codecs: dict[int, Codec] = {}
         self._sizes: list[int] = []
-        """Of those that are simple, in bytes."""
+        """The sizes of the simple tensors, in bytes."""
         self._finished = False
 
     def add(self, tensor: torch.Tensor, codec: Codec | None = None) -> int:
-        """The tensor's index in the table. Raises TypeError, with the reason, where it cannot travel."""
+        """The tensor's index in the table. Raises TypeError, with the reason, if it cannot be sent."""
         if codec is not None:
             self._codecs.setdefault(id(tensor), codec)
         index = self._indices.get(id(tensor))
@@ -127,7 +130,7 @@ class TensorWriter:
             return index
         size = _size_if_simple(tensor)
         if size is None:
-            reason = _why_not(tensor)
+            reason = _reason_against(tensor)
             if reason is not None:
                 raise TypeError(reason)
         else:
@@ -137,7 +140,7 @@ class TensorWriter:
         return index
 
     def finish(self) -> tuple[tensor_pb2.TensorTable, list[Attachment]]:
-        """The table and the bytes that travel beside it."""
+        """The table, and the attachments that are sent beside it."""
         if self._finished:
             raise RuntimeError("finish() was called before; an encoder is for one message")
         self._finished = True
@@ -150,7 +153,7 @@ class TensorWriter:
         return self.table, self.storages.attachments
 
     def _starts_if_simple(self) -> list[int] | None:
-        """Where the memory of each tensor starts, if all are simple and share none of it."""
+        """The address of each tensor, if all tensors are simple and share no memory; else None."""
         sizes = self._sizes
         if len(sizes) < len(self.tensors):
             return None
@@ -165,37 +168,38 @@ class TensorWriter:
         return starts
 
     def _write_simple(self, starts: list[int]) -> None:
-        """The short way."""
+        """Writes simple tensors that share no memory: a fast path."""
         for tensor, start, size in zip(self.tensors, starts, self._sizes, strict=True):
             message = self._describe(tensor)
-            if size != tensor.nbytes:  # one element over and over
+            if size != tensor.nbytes:  # the tensor repeats one element
                 message.strides.extend(tensor.stride())
-            message.storage = self.storages.extent(start, size, tensor, [tensor])
+            message.storage = self.storages.add_view(start, size, tensor, [tensor])
 
     def _write_all(self) -> None:
-        regions: list[Region] = []
+        spans: list[TensorSpan] = []
         sparse: list[tuple[tensor_pb2.Tensor, torch.Tensor]] = []
         for tensor in self.tensors:
             message = self._describe(tensor)
             if tensor.layout is _STRIDED:
                 codec = self._codecs.get(id(tensor), self._codec)
-                self._write_strided(message, tensor, regions, codec)
+                self._write_strided(message, tensor, spans, codec)
             else:
                 sparse.append((message, tensor))
         count = len(self.tensors)
-        # Components come after all of the user's tensors: those have the same index here and in the table.
+        # Components come after all tensors of the user, which so have the same index in `tensors` and in the
+        # table.
         for message, tensor in sparse:
             message.layout, (*of_indices, of_values) = _COMPONENTS[tensor.layout]
             if tensor.layout is torch.sparse_coo:
                 message.coalesced = tensor.is_coalesced()
             detached = tensor.detach()
-            # The receiver copies indices, and takes none that are more than their bytes (expanded).
+            # The receiver copies the indices, and refuses expanded indices, which are larger than their storage.
             components = [indices_of(detached).contiguous() for indices_of in of_indices]
             for component in (*components, of_values(detached)):
-                self._write_strided(self._describe(component), component, regions)
+                self._write_strided(self._describe(component), component, spans)
                 message.components.append(count)
                 count += 1
-        self.storages.place(regions)
+        self.storages.add_tensors(spans)
 
     def _describe(self, tensor: torch.Tensor) -> tensor_pb2.Tensor:
         message = self.table.tensors.add()
@@ -211,7 +215,7 @@ class TensorWriter:
         self,
         message: tensor_pb2.Tensor,
         tensor: torch.Tensor,
-        regions: list[Region],
+        spans: list[TensorSpan],
         codec: Codec | None = None,
     ) -> None:
         if tensor.is_meta:
@@ -223,14 +227,14 @@ class TensorWriter:
         if tensor.numel() == 0:
             if list(tensor.stride()) != contiguous_strides(tensor.shape):
                 message.strides.extend(tensor.stride())
-            message.storage = self.storages.inline(b"")
+            message.storage = self.storages.add_inline(b"")
             return
         if is_zerotensor(tensor):
-            # It stands for zeros without holding any.
+            # A zero tensor stands for zeros, and has no memory.
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if tensor.is_conj() or tensor.is_neg():
             tensor = flip_signs(tensor.detach())
-        regions.append(Region(message, tensor, codec))
+        spans.append(TensorSpan(message, tensor, codec))
 
 
 def _write_quantization(message: tensor_pb2.Quantization, tensor: torch.Tensor) -> None:
@@ -242,4 +246,4 @@ def _write_quantization(message: tensor_pb2.Quantization, tensor: torch.Tensor) 
         message.zero_points.extend(tensor.q_per_channel_zero_points().tolist())
         message.axis = tensor.q_per_channel_axis()
     else:  # pragma: no cover - why_not has refused it
-        raise TypeError(f"a tensor quantized with {tensor.qscheme()} cannot travel")
+        raise TypeError(f"a tensor quantized with {tensor.qscheme()} cannot be sent")

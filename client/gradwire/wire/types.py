@@ -1,7 +1,7 @@
 """The dataclasses, named tuples and enums that both ends know by name.
 
-Only a name travels. What it stands for is looked up here, so a message can never name a type that this
-process did not register.
+Only the name of a type is sent. The receiver looks it up in its registry, so a message can only make it use
+types that it has registered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INIT_VARIABLE = getattr(dataclasses, "_FIELD_INITVAR", object())
 
 
 def is_named_tuple(cls: type) -> bool:
-    """Made by typing.NamedTuple or collections.namedtuple."""
+    """Whether a class was made by typing.NamedTuple or collections.namedtuple."""
     fields = getattr(cls, "_fields", None)
     return issubclass(cls, tuple) and isinstance(fields, tuple) and hasattr(cls, "_make")
 
@@ -33,10 +33,12 @@ def _check_can_travel(cls: type) -> None:
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__qualname__} is neither a dataclass nor a named tuple nor an enum")
     for name, field in cls.__dataclass_fields__.items():
-        # An InitVar is gone once the instance is made, so the other end could not call the constructor.
+        # An instance does not keep its InitVars, so the receiver could not call the constructor.
         is_init_variable = getattr(field, "_field_type", None) is _INIT_VARIABLE
         if is_init_variable and field.default is dataclasses.MISSING:
-            raise TypeError(f"{cls.__qualname__}.{name} is an InitVar without a default, so is not kept")
+            raise TypeError(
+                f"{cls.__qualname__}.{name} is an InitVar without a default, which instances do not keep"
+            )
 
 
 class TypeRegistry:
@@ -56,8 +58,8 @@ class TypeRegistry:
     def register(self, cls: Any = None, name: str | None = None) -> Any:
         """Makes a type known under a name, by default its `__qualname__`. Also a decorator.
 
-        Raises ValueError where another type has the name. A type defined anew (a notebook cell that is run
-        again) takes the place of the old one.
+        Raises ValueError if another type has the name. A type that is defined again, as by a notebook cell
+        that is run twice, replaces the old one.
         """
         if cls is None:
             return lambda decorated: self.register(decorated, name)
@@ -75,7 +77,8 @@ class TypeRegistry:
         return cls
 
     def name_of(self, cls: type) -> str:
-        """The name under which values of this type travel. Raises LookupError where there is none."""
+        """The name under which values of a type are sent. Raises LookupError if the type is not
+        registered."""
         name = self._names.get(cls)
         if name is not None:
             return name
@@ -91,7 +94,7 @@ class TypeRegistry:
         return self._names[cls]
 
     def type_of(self, name: str) -> type:
-        """The type of that name. Raises LookupError, with what to do, where there is none."""
+        """The type of a name. Raises LookupError if there is none, with a message that says what to do."""
         cls = self._types.get(name)
         if cls is None:
             raise LookupError(
@@ -112,7 +115,7 @@ def _same_definition(one: type, other: type) -> bool:
 
 
 default_types = TypeRegistry(open=True)
-"""What a client uses unless told otherwise."""
+"""The registry of a client."""
 
 register_type = default_types.register
 """Makes a dataclass, named tuple or enum known to this client. Also a decorator."""

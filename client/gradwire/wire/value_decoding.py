@@ -14,16 +14,16 @@ import torch
 from gradwire.errors import MalformedMessage, TypeMismatch, WireError
 from gradwire.proto.v1 import tensor_pb2, value_pb2
 
-from .contents import Bytes
 from .dtypes import DTYPES_BY_NAME
-from .hashing import check_dict_keys, check_set_items, no_hash
+from .hashing import check_dict_keys, check_set_items, unhashable
 from .limits import Limits
+from .storage_decoding import Buffer
 from .tensor_decoding import TensorReader, check_shape
 from .types import TypeRegistry, default_types, is_named_tuple
 
 __all__ = ["Decoder"]
 
-# numpy's parser of dtype strings takes far more than this, structured types among them.
+# numpy's own parser of dtype strings accepts far more, such as structured types.
 _ARRAY_DTYPE = re.compile(
     r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|[<>]c(8|16)"
     r"|\|S[1-9][0-9]{0,8}|[<>]U[1-9][0-9]{0,7}"
@@ -36,19 +36,20 @@ _DEVICE = re.compile(r"[a-z_]{1,32}(:[0-9]{1,4})?")
 class Decoder:
     """Turns the messages that an Encoder made back into values.
 
-    All tensors are checked and built at once, the values as they are asked for. `tensors` starts with the
-    sender's own, in its order; the components of sparse ones come at the end. None requires grad yet:
-    `requires_grad` says which did at the sender, `devices` where each was, and entries of `tensors` may be
-    replaced before `value` is called. Memory of writable attachments is used without copying.
+    The constructor checks and builds all tensors; `value` decodes one value. `tensors` starts with the
+    tensors of the sender, in the sender's order; the components of sparse tensors come at the end. They do
+    not require grad yet: `requires_grad` says which tensors did at the sender, and `devices` on which devices
+    they were. Entries of `tensors` may be replaced before `value` is called. The memory of writable
+    attachments is used without copying.
 
-    Raises MalformedMessage for everything that does not fit together, and TypeMismatch for a dataclass, named
-    tuple or enum that is not known here, or with other fields.
+    Raises MalformedMessage for a message that is not valid, and TypeMismatch for a dataclass, named tuple or
+    enum that is not registered here, or has other fields.
     """
 
     def __init__(
         self,
         table: tensor_pb2.TensorTable,
-        attachments: Sequence[Bytes] = (),
+        attachments: Sequence[Buffer] = (),
         *,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         types: TypeRegistry | None = None,
@@ -62,18 +63,18 @@ class Decoder:
         self.requires_grad = self._reader.requires_grad
         self.devices = self._reader.devices
         self.is_shared = self._reader.is_shared
-        """Whether several tensors look at the same memory."""
+        """Whether several tensors view the same storage."""
         self.saved = self._reader.saved
-        """Bytes that codecs spared."""
+        """Buffer that codecs spared."""
 
     def keep_requires_grad(self) -> None:
-        """Makes the tensors that required grad at the sender leaves that do so here."""
+        """Makes the tensors that required grad at the sender require grad here, as leaves."""
         for tensor, requires_grad in zip(self.tensors, self.requires_grad, strict=False):
             if requires_grad:
                 tensor.requires_grad_()
 
     def value(self, message: value_pb2.Value, path: str = "value") -> object:
-        """The value of one message. `path` is what errors call it."""
+        """The value of one message. `path` names the value in errors."""
         try:
             return self._value(message, 1)
         except (MalformedMessage, TypeMismatch) as error:
@@ -84,7 +85,7 @@ class Decoder:
             raise MalformedMessage(f"nested more than {self._limits.max_depth} levels deep")
         kind = message.WhichOneof("kind")
         if kind is None:
-            raise MalformedMessage("a value of no kind that is known here")
+            raise MalformedMessage("a value of an unknown kind")
         if kind in _DIRECT:
             return getattr(message, kind)
         read: Callable[[Any, int], Any] = getattr(self, f"_{kind}")
@@ -113,12 +114,12 @@ class Decoder:
     def _set(self, message: value_pb2.List, depth: int) -> set[Any]:
         items = self._list(message, depth)
         check_set_items(items)
-        return _hashed(set, items)
+        return _make_hashed(set, items)
 
     def _frozen_set(self, message: value_pb2.List, depth: int) -> frozenset[Any]:
         items = self._list(message, depth)
         check_set_items(items)
-        return _hashed(frozenset, items)
+        return _make_hashed(frozenset, items)
 
     def _dict(self, message: value_pb2.Dict, depth: int) -> dict[Any, Any]:
         depth += 1
@@ -126,7 +127,7 @@ class Decoder:
             (self._value(entry.key, depth), self._value(entry.value, depth)) for entry in message.entries
         ]
         check_dict_keys([key for key, _ in entries])
-        return _hashed(dict, entries)
+        return _make_hashed(dict, entries)
 
     def _slice(self, message: value_pb2.Slice, depth: int) -> slice:
         depth += 1
@@ -160,7 +161,7 @@ class Decoder:
 
     def _array(self, message: value_pb2.NumpyArray, depth: int) -> Any:
         if not _ARRAY_DTYPE.fullmatch(message.dtype):
-            raise MalformedMessage(f"{message.dtype!r} is no numpy dtype that may travel")
+            raise MalformedMessage(f"{message.dtype!r} is no numpy dtype that may be sent")
         shape = message.shape[:]
         if message.scalar and shape:
             raise MalformedMessage(f"a numpy scalar of shape {shape}")
@@ -168,7 +169,7 @@ class Decoder:
         try:
             dtype = numpy.dtype(message.dtype)
             memory = self._reader.memory(message.storage, elements * dtype.itemsize)
-            # numpy knows at most 64 dimensions, older ones 32.
+            # numpy takes at most 64 dimensions, older versions 32.
             array: numpy.ndarray[Any, Any] = numpy.ndarray(shape, dtype, memory.numpy())
         except MalformedMessage:
             raise
@@ -191,11 +192,12 @@ class Decoder:
             names = cls._fields  # type: ignore[attr-defined]
             if set(names) != values.keys():
                 raise TypeMismatch(
-                    f"{message.type!r} has fields {list(names)} at the receiving end, {list(values)} came"
+                    f"{message.type!r} has fields {list(names)} at the receiving end, and {list(values)} "
+                    "were received"
                 )
             return cls._make(values[name] for name in names)  # type: ignore[attr-defined]
         if issubclass(cls, enum.Enum):
-            raise TypeMismatch(f"{message.type!r} is an enum at the receiving end, a record came")
+            raise TypeMismatch(f"{message.type!r} is an enum at the receiving end, a record was received")
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         unknown = values.keys() - fields.keys()
         if unknown:
@@ -208,7 +210,7 @@ class Decoder:
         except WireError:
             raise
         except Exception as error:
-            # Whatever the class's own constructor thinks of what came.
+            # The constructor of the user's class may raise anything for values that it does not take.
             raise TypeMismatch(
                 f"{message.type!r} cannot be made of {list(values)} at the receiving end: "
                 f"{type(error).__name__}: {error}"
@@ -239,19 +241,19 @@ class Decoder:
 
     def _ref(self, message: value_pb2.RemoteRef, depth: int) -> object:
         if self._resolve_ref is None:
-            raise MalformedMessage("a RemoteRef came where none is expected")
+            raise MalformedMessage("a RemoteRef was received where none is expected")
         return self._resolve_ref(message)
 
 
-# Kinds whose Python value is what protobuf gives.
+# Kinds whose Python value is the value of the protobuf field.
 _DIRECT = frozenset({"boolean", "integer", "real", "text", "binary"})
 
 
-def _hashed(make: Callable[[list[Any]], Container], items: list[Any]) -> Container:
+def _make_hashed(make: Callable[[list[Any]], Container], items: list[Any]) -> Container:
     try:
         made = make(items)
     except Exception as error:
-        raise no_hash(error) from error
+        raise unhashable(error) from error
     if len(made) != len(items):
         raise MalformedMessage("a key or an item of a set comes twice")
     return made

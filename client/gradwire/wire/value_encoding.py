@@ -17,7 +17,7 @@ from gradwire.proto.v1 import tensor_pb2, value_pb2
 from .codecs import Codec
 from .dtypes import DTYPES_BY_NAME, dtype_name
 from .limits import MAX_DEPTH
-from .storages import Attachment
+from .storage_encoding import Attachment
 from .tensor_encoding import TensorWriter
 from .types import TypeRegistry, default_types, is_named_tuple
 
@@ -27,10 +27,10 @@ _ARRAY_KINDS = frozenset("biufcmMUS")
 
 
 class _Refused(Exception):
-    """Why a value cannot travel, and the way to it from the outermost one, innermost step first.
+    """Why a value cannot be encoded, and the path to it from the outermost value, the innermost step first.
 
-    The way is put together while the exception passes through the containers, so that values that can travel
-    pay nothing for it.
+    The containers add their steps while the exception passes through them, so that values that can be encoded
+    pay nothing for the path.
     """
 
     def __init__(self, reason: str) -> None:
@@ -43,16 +43,16 @@ class _Refused(Exception):
 
 
 ATTACH_FROM = 64 * 1024
-"""Storages of this many bytes may travel beside a message rather than in it."""
+"""Storages of at least this many bytes may be sent beside a message instead of in it."""
 
 
 class Encoder:
-    """Turns the values of one message into protobuf. Tensors are lifted out into one table.
+    """Turns the values of one message into protobuf. Tensors are collected in one table.
 
-    Storages of at least `attach_from` bytes become attachments, which are the tensors' own memory, if they no
-    longer fit into the first `inline_bytes` of the message; with None, everything is in the message. `ref_of`
-    gives the ref of an object that stays where it is, None for others. With a `codec`, large tensors are made
-    smaller by it where that is of use.
+    Storages of at least `attach_from` bytes become attachments if they no longer fit into the first
+    `inline_bytes` of the message; attachments are the tensors' own memory. With ``attach_from=None``
+    everything is in the message. `ref_of` returns the ref for an object that stays in this process, and None
+    for a value to be sent. A `codec` makes large tensors smaller.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class Encoder:
         self._writer = TensorWriter(attach_from, inline_bytes, codec)
         self._arrays: dict[int, tuple[numpy.ndarray[Any, Any], int]] = {}
         self.tensors = self._writer.tensors
-        """The tensors met so far; the index here is that in the table."""
+        """The tensors found so far; they have the same index here and in the table."""
 
     def value(self, obj: object, path: str) -> value_pb2.Value:
-        """The message for one value. Raises Unencodable, naming the path to what cannot travel."""
+        """The message for one value. Raises Unencodable, which names the path to what cannot be encoded."""
         message = value_pb2.Value()
         try:
             self._fill(message, obj, 1)
         except _Refused as refused:
-            way = path + "".join(reversed(refused.steps))
-            raise Unencodable(f"{way}: {refused.reason}") from refused.__cause__
+            full_path = path + "".join(reversed(refused.steps))
+            raise Unencodable(f"{full_path}: {refused.reason}") from refused.__cause__
         return message
 
     def tensor(self, tensor: torch.Tensor, path: str = "tensor", codec: Codec | None = None) -> int:
-        """The index of a tensor in the table, where it comes once however often it is met.
+        """The index of a tensor in the table. A tensor that is added several times is in the table once.
 
-        `codec` is one of its own.
+        `codec` takes the place of the encoder's codec for this tensor.
         """
         try:
             return self._writer.add(tensor, codec)
@@ -93,11 +93,11 @@ class Encoder:
 
     @property
     def saved(self) -> int:
-        """Bytes that codecs spared. Known when all is finished."""
+        """How many bytes the codecs saved. Known after `finish`."""
         return self._writer.storages.saved
 
     def finish(self) -> tuple[tensor_pb2.TensorTable, list[Attachment]]:
-        """The table of all tensors met, and the bytes that travel beside the message. Once, at the end."""
+        """The table of all tensors, and the attachments of the message. Called once, at the end."""
         return self._writer.finish()
 
     def _fill(self, message: value_pb2.Value, obj: Any, depth: int) -> None:
@@ -192,7 +192,7 @@ class Encoder:
     def _dtype(self, message: value_pb2.Value, obj: torch.dtype, depth: int) -> None:
         name = dtype_name(obj)
         if name not in DTYPES_BY_NAME:
-            raise _Refused(f"{obj} cannot travel")
+            raise _Refused(f"{obj} cannot be sent")
         message.dtype = name
 
     def _device(self, message: value_pb2.Value, obj: torch.device, depth: int) -> None:
@@ -211,12 +211,12 @@ class Encoder:
     def _array(self, message: value_pb2.Value, obj: numpy.ndarray[Any, Any], depth: int) -> None:
         dtype = obj.dtype
         if dtype.kind not in _ARRAY_KINDS or not dtype.itemsize:
-            raise _Refused(f"a numpy array of dtype {dtype} cannot travel")
+            raise _Refused(f"a numpy array of dtype {dtype} cannot be sent")
         if dtype.char in "gG":
-            raise _Refused(f"a numpy array of {dtype} cannot travel: its form depends on the machine")
-        # The array is kept, so that no other one gets its id while the message is being made.
+            raise _Refused(f"a numpy array of {dtype} cannot be sent: its form depends on the machine")
+        # Keeps the array alive, so that no other array gets its id while the message is encoded.
         _, storage = self._arrays.get(id(obj)) or self._arrays.setdefault(
-            id(obj), (obj, self._writer.storages.array(obj))
+            id(obj), (obj, self._writer.storages.add_array(obj))
         )
         message.array.dtype = dtype.str
         message.array.shape.extend(obj.shape)
@@ -224,7 +224,7 @@ class Encoder:
 
     def _scalar(self, message: value_pb2.Value, obj: numpy.generic, depth: int) -> None:
         if isinstance(obj, numpy.str_ | numpy.bytes_) and obj[-1:] in ("\0", b"\0"):
-            raise _Refused("a numpy string that ends in NUL cannot travel: numpy drops it; use str or bytes")
+            raise _Refused("a numpy string that ends in NUL cannot be sent: numpy drops it; use str or bytes")
         self._array(message, numpy.asarray(obj), depth)
         message.array.scalar = True
 
@@ -299,7 +299,7 @@ _FILLERS: dict[type, Filler] = {
 
 
 def _filler_for(obj: object) -> Filler:
-    """For what is not exactly one of the types above. The most specific meaning of a type comes first."""
+    """The filler for an object whose type is not in `_FILLERS`. The more specific kinds are tried first."""
     cls = type(obj)
     if hasattr(cls, "__gradwire_ref__"):
         return Encoder._ref
@@ -321,9 +321,9 @@ def _filler_for(obj: object) -> Filler:
         if isinstance(obj, base):
             raise _Refused(
                 f"a value of type {cls.__module__}.{cls.__qualname__}, a subclass of {base.__qualname__}, "
-                f"cannot travel; convert it to {base.__qualname__}"
+                f"cannot be sent; convert it to {base.__qualname__}"
             )
-    raise _Refused(f"a value of type {cls.__module__}.{cls.__qualname__} cannot travel")
+    raise _Refused(f"a value of type {cls.__module__}.{cls.__qualname__} cannot be sent")
 
 
 def _quoted(key: object) -> str:

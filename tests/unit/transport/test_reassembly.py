@@ -83,7 +83,7 @@ def test_attachments_that_together_are_over_the_limit_are_refused(reassembler: R
 
 
 def test_transfers_that_were_chosen_to_collide_are_refused(reassembler: Reassembler) -> None:
-    with pytest.raises(MalformedMessage, match="in each other's way"):
+    with pytest.raises(MalformedMessage, match="collide too often"):
         reassembler.message((False, 1), keys_in_each_others_way(4096, 2000, 600), REQUEST)
 
 

@@ -392,7 +392,7 @@ def test_encoded_attachments_must_be_there_once():
     storage = tensor_pb2.Storage(size=16, encoded=encoded)
     eight = numpy.zeros(8, dtype=numpy.uint8)
     Decoder(tensor_pb2.TensorTable(storages=[storage]), [eight])
-    with pytest.raises(MalformedMessage, match="0 came"):
+    with pytest.raises(MalformedMessage, match="0 were received"):
         Decoder(tensor_pb2.TensorTable(storages=[storage]))
     with pytest.raises(MalformedMessage, match="two storages"):
         Decoder(tensor_pb2.TensorTable(storages=[storage, storage]), [eight])

@@ -83,9 +83,9 @@ def test_a_tensor_is_refused_with(tensor):
 def test_lengths_that_lie_are_refused():
     for size in (0, 47, 49, 2**63):
         storage = tensor_pb2.Storage(size=size, inline=bytes(48))
-        with pytest.raises(MalformedMessage, match="48 came"):
+        with pytest.raises(MalformedMessage, match="48 were received"):
             Decoder(tensor_pb2.TensorTable(storages=[storage]))
-    with pytest.raises(MalformedMessage, match="0 came"):
+    with pytest.raises(MalformedMessage, match="0 were received"):
         Decoder(tensor_pb2.TensorTable(storages=[tensor_pb2.Storage(size=4)]))
 
 
@@ -117,7 +117,7 @@ def test_a_claim_of_gigabytes_allocates_nothing():
 
 def test_limits_bound_tensors_and_elements():
     many = table_of(*[strided([1])] * 3)
-    with pytest.raises(MalformedMessage, match="3 tensors came"):
+    with pytest.raises(MalformedMessage, match="3 tensors were received"):
         Decoder(many, limits=Limits(max_tensors=2))
     with pytest.raises(MalformedMessage, match="dimensions"):
         Decoder(table_of(strided([3, 4])), limits=Limits(max_dims=1))
@@ -237,7 +237,7 @@ def test_indices_cannot_be_changed_through_another_tensor_once_they_were_checked
 def test_indices_that_are_more_than_their_bytes_are_refused_before_they_are_copied():
     sparse = tensor_pb2.Tensor(dtype=FLOAT32, shape=[3], layout=COO, components=[1, 2])
     table = table_of(sparse, strided([1, 2**28], [0, 0], dtype=INT64), strided([2**28], [0]))
-    with pytest.raises(MalformedMessage, match="more than their bytes"):
+    with pytest.raises(MalformedMessage, match="larger than their storage"):
         Decoder(table)
 
 

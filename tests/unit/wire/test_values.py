@@ -1,4 +1,4 @@
-"""Python values arrive equal and of the same type, or are refused with the path to what cannot travel."""
+"""Python values arrive equal and of the same type, or are refused with the path to what cannot be sent."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ class MyStr(str):
 @pytest.mark.parametrize(
     ("obj", "reason"),
     [
-        (object(), "object cannot travel"),
+        (object(), "object cannot be sent"),
         (MyList(), "MyList, a subclass of list"),
         (MyStr(), "MyStr, a subclass of str"),
         (collections.deque(), "deque"),
