@@ -15,15 +15,18 @@ from gradwire._version import __version__
 from gradwire.errors import *  # noqa: F403 - the whole tree is public
 
 if _typing.TYPE_CHECKING:
-    from gradwire._public import *  # noqa: F403 - it is what it says in __all__
+    from gradwire import nn, optim
+    from gradwire._public import *  # noqa: F403 - every name in it is public
 else:
 
     def __getattr__(name: str) -> object:
-        """Loads everything, torch included, when some of it is first used: `gradwire --help` uses nothing."""
+        """Imports everything, torch included, when a public name is first used: `gradwire --help` uses
+        none."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         public = _importlib.import_module("gradwire._public")
-        globals().update({each: getattr(public, each) for each in public.__all__})
+        missing = [each for each in __all__ if each not in globals()]
+        globals().update({each: getattr(public, each) for each in missing})
         return globals()[name]
 
 

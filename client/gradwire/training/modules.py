@@ -259,8 +259,8 @@ class RemoteParameters(torch.nn.Parameter):
     ) -> Any:
         if func not in _ALLOWED_ON_PARAMETERS:
             raise TypeError(
-                "these parameters are on a worker: what is computed from all parameters of a model, such as a "
-                "penalty, an average or a copy, would silently leave them out. Use a function or a method "
+                "these parameters are on a worker: what is computed from all parameters of a model, such as "
+                "a penalty, an average or a copy, would silently leave them out. Use a function or a method "
                 "on the worker, or the state_dict of the module"
             )
         return _Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})
