@@ -1,4 +1,4 @@
-"""Whoever waits for a call, in whatever way, has the link read for it."""
+"""In whatever way a thread waits for a call, the link is read for it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from gradwire.api.calls import CallFuture
 from gradwire.transport import Link, Payload, ResponseFuture
 
 
-class Line:
-    """As much of a link as a future asks for: answers when it is told that somebody waits."""
+class FakeLink:
+    """As much of a link as a future uses: it delivers the response when it learns that a thread waits."""
 
     def __init__(self) -> None:
         self.expected = self.read = 0
 
-    def read_for(self, pending: ResponseFuture) -> None:
+    def read_for(self, future: ResponseFuture) -> None:
         self.read += 1
-        pending.settle(Payload(b"answer"))
+        future.settle(Payload(b"response"))
 
-    def read_in_background(self, pending: ResponseFuture) -> None:
+    def read_in_background(self, future: ResponseFuture) -> None:
         self.expected += 1
-        pending.settle(Payload(b"answer"))
+        future.settle(Payload(b"response"))
 
 
 def by_await(future: CallFuture) -> object:
@@ -56,16 +56,16 @@ WAYS: Sequence[Callable[[CallFuture], Any]] = (
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_link_is_read_for_whoever_waits(way: Callable[[CallFuture], Any]) -> None:
-    line: Any = Line()
-    link: Link = line
+def test_the_link_is_read_for_a_thread_that_waits(way: Callable[[CallFuture], Any]) -> None:
+    fake: Any = FakeLink()
+    link: Link = fake
     future = CallFuture(lambda received: received.body, lambda _: None, link)
-    assert way(future) == b"answer"
-    assert (line.expected, line.read) == (1, 0)
+    assert way(future) == b"response"
+    assert (fake.expected, fake.read) == (1, 0)
 
 
-def test_one_who_can_reads_itself() -> None:
-    line: Any = Line()
-    future = CallFuture(lambda received: received.body, lambda _: None, line)
-    assert future.result() == b"answer"
-    assert (line.expected, line.read) == (0, 1)
+def test_a_thread_that_wants_the_result_reads_the_link_itself() -> None:
+    fake: Any = FakeLink()
+    future = CallFuture(lambda received: received.body, lambda _: None, fake)
+    assert future.result() == b"response"
+    assert (fake.expected, fake.read) == (0, 1)
