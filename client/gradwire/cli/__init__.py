@@ -1,8 +1,9 @@
-"""The command ``gradwire``: looks at workers and calls them, from a shell.
+"""The command ``gradwire``: inspects workers and calls their functions, from a shell.
 
-Each command is a module of its own with one function. A new one is written there and added to `_COMMANDS`;
-`gradwire.cli.common` has what they share. What takes long to load, torch above all, is imported by the
-functions that need it: all modules are loaded to show a page of help.
+Each command is one function in a module of its own. To add a command, write its module and add the function
+to `_COMMANDS`; `gradwire.cli.common` has what the commands share. All these modules are imported to show a
+page of help, so packages that take long to import, such as torch, are imported inside the functions that need
+them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ app = typer.Typer(
     epilog=_EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's tables cut the names of options short in a terminal of 80 columns
+    rich_markup_mode=None,  # rich's tables truncate the names of options in a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -65,7 +66,8 @@ def _root(
 
 
 for _name, _command in _COMMANDS.items():
-    # Words that look like unknown options may be arguments of a call: -1, -0.5. `call` sorts out the others.
+    # Words that look like unknown options may be arguments of a call: -1, -0.5. `call` itself refuses other
+    # words.
     app.command(
         _name,
         help=common.unwrapped(_command.__doc__ or ""),

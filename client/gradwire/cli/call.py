@@ -1,4 +1,4 @@
-"""``gradwire call``: one call of a function of a worker."""
+"""``gradwire call``: calls a function of a worker and prints its result."""
 
 from __future__ import annotations
 

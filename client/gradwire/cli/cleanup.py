@@ -1,4 +1,4 @@
-"""``gradwire cleanup``: makes a worker let go of a context."""
+"""``gradwire cleanup``: makes a worker drop a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the commands share: the target, the connection, and how results and errors look."""
+"""What the commands share: common options, the connection to the worker, and the output of results and
+errors."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for other progra
 
 @contextmanager
 def connected(target: str, connect_timeout: float) -> Iterator[gradwire.RemoteWorker]:
-    """A worker for the length of a command. Ctrl-C ends the command with 130, as shells expect."""
+    """A handle to a worker for the duration of a command. Ctrl-C exits with code 130, as shells expect."""
     try:
         with gradwire.connect(target, connect_timeout=connect_timeout) as worker:
             yield worker
@@ -39,31 +40,32 @@ def connected(target: str, connect_timeout: float) -> Iterator[gradwire.RemoteWo
 
 
 def unwrapped(doc: str) -> str:
-    """A docstring with a line per paragraph: as a help text it is folded again, to the terminal's width."""
+    """A docstring with each paragraph on one line: the help text is wrapped to the terminal's width later."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(doc).split("\n\n"))
 
 
 def output() -> Console:
-    """Where results go. Made when needed: it looks at the terminal as it is then."""
+    """A console for results on stdout. Made for each command, because it reads the size of the terminal."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        # A pipe has no width: never fold lines for it at 80 columns.
+        # A pipe has no width: without this, rich would wrap lines at 80 columns.
         console.width = 1_000
     return console
 
 
 def write_json(value: object, indent: int | None = None) -> None:
-    """Prints JSON as it is, on stdout."""
+    """Writes a value as JSON to stdout, without the wrapping and the colors of a console."""
     sys.stdout.write(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def show_error(error: GradwireError) -> None:
-    """One line on stderr; for an error raised by a served function, the traceback of the worker follows."""
+    """Prints an error as one line on stderr, followed by the worker's traceback if a served function raised
+    it."""
     console = Console(stderr=True, highlight=False, markup=False)
     where = f" (on {error.worker})" if error.worker and error.worker not in str(error) else ""
     line = Text.assemble(("error", "bold red"), f": {error}{where}")
-    # soft_wrap: the terminal folds it, so that it stays one line for whatever reads it.
+    # soft_wrap: the terminal wraps the line, so that it stays one line for programs that read it.
     console.print(line, soft_wrap=True)
     if isinstance(error, RemoteError) and error.remote_traceback:
         console.print(Text("Traceback of the worker:", style="bold"), soft_wrap=True)

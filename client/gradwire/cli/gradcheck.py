@@ -1,4 +1,4 @@
-"""``gradwire gradcheck``: are a worker's gradients right?"""
+"""``gradwire gradcheck``: checks the gradients of a worker's function, or the error of a codec."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _show_codec_error(
             f"Nothing was compressed: tensors of less than {COMPRESS_FROM} bytes, and those that a codec "
             "does not make smaller, travel as they are."
         )
-    # Not the other way round: a NaN is no match.
+    # Written with `not`, because comparisons with NaN are false, and a NaN must fail.
     if tolerance is not None and not report.relative_error <= tolerance:
         raise typer.Exit(1)
 
@@ -163,7 +163,7 @@ def _inputs(shapes: list[str], dtype_name: str, seed: int) -> list[torch.Tensor]
 
 def _import(spec: str) -> Callable[..., Any]:
     module_name, _, attribute = spec.partition(":")
-    sys.path.insert(0, "")  # as the worker does: modules of the working directory
+    sys.path.insert(0, "")  # as the worker does, so that modules of the working directory can be imported
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""``gradwire ls``: what a worker serves."""
+"""``gradwire ls``: lists the functions and classes that a worker serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gradwire ping``: how long a round trip to a worker takes."""
+"""``gradwire ping``: measures how long a round trip to a worker takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ping(
                         f"answer from {worker.name}: seq={sent} time={_ms(seconds)} ms", soft_wrap=True
                     )
         except KeyboardInterrupt:
-            # How ping is meant to be ended: the statistics are what one waited for.
+            # Ctrl-C is the usual way to end ping, so it prints the statistics and does not exit with 130.
             console.print()
     console.print(f"--- {target} ping statistics ---")
     lost = sent - len(times)

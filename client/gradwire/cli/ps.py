@@ -1,4 +1,4 @@
-"""``gradwire ps``: the contexts that a worker holds."""
+"""``gradwire ps``: lists the contexts that a worker holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values in a shell: words become arguments of a call, and results become JSON."""
+"""Words of the command line -> arguments of a call, and results -> JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def parse_arguments(words: Sequence[str]) -> tuple[list[object], dict[str, objec
 
 
 def parse_value(word: str) -> object:
-    """JSON, else a Python literal, else a tensor with the prefix ``t:``, else the word itself."""
+    """The value of a word: a tensor after the prefix ``t:``, else JSON, else a Python literal, else the word
+    itself."""
     tensor = _TENSOR.fullmatch(word)
     if tensor is not None:
         return _tensor(word, tensor["data"], tensor["dtype"])
@@ -47,7 +48,7 @@ def parse_value(word: str) -> object:
     if found:
         return value
     if word[:1] in ("[", "{", "(", '"', "'"):
-        # A plain string was hardly meant, and would fail far from the mistake.
+        # The word is a literal with a mistake. Passed as a string, it would fail far from the mistake.
         raise ValueError(f"{word!r} is neither JSON nor a Python literal; quote it twice for a string")
     if word.startswith("-"):
         raise ValueError(f"no such option: {word}; for a string that begins with a dash write '\"{word}\"'")
@@ -81,7 +82,7 @@ def _tensor(word: str, data: str, dtype_name: str | None) -> torch.Tensor:
 
 
 def to_json(value: object) -> Any:
-    """What JSON can hold of a value; see `gradwire call --help` for what becomes of the rest."""
+    """A value as JSON. `gradwire call --help` says how values are written that JSON does not have."""
     match value:
         case None | bool() | str():
             return value
@@ -107,7 +108,7 @@ def to_json(value: object) -> Any:
 
 
 def _non_finite(value: float) -> str:
-    # The names that protobuf's JSON uses; bare NaN is no JSON and breaks its readers.
+    # The names that protobuf's JSON uses. A bare NaN is not valid JSON.
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 

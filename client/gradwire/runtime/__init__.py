@@ -1,1 +1,1 @@
-"""What code runs in, carried along with every call: the peer, the request, the deadline, the context."""
+"""The scope that code runs in: its peer, the request that it serves, the deadline, the autograd context."""

@@ -1,4 +1,4 @@
-"""How tensors are compressed on their way: chosen for a handle to a worker, or for the calls of a block."""
+"""How tensors are compressed on the wire: chosen for a handle to a worker, or for the calls of a block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["NOT_COMPRESSED", "Compression"]
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How tensors travel: ``None`` as they are, or "fp16", "bf16", "int8" or "zstd".
+    """The codecs for tensors on the wire: "fp16", "bf16", "int8", "zstd", or None for uncompressed.
 
-    `forward` is for the arguments and results of calls, `backward` for gradients, both ways. With "int8",
-    what rounding leaves out of one gradient is added to the next one of the same place (`error_feedback`).
+    `forward` is for the arguments and results of calls, `backward` for gradients in both directions. With
+    "int8" and `error_feedback`, the rounding error of a gradient is added to the next gradient of the same
+    call site.
 
     >>> import gradwire as gw
     >>> gw.Compression(forward="bf16", backward="int8")
@@ -33,7 +34,7 @@ class Compression:
                 wire.require_codec(name)
 
     def check(self, link: Link) -> None:
-        """Raises CodecUnavailable if the other end of a link lacks one of the codecs."""
+        """Raises CodecUnavailable if the other end of a link lacks one of the two codecs."""
         for name in (self.forward, self.backward):
             if name is not None and wire.CODECS[name] not in link.peer_codecs:
                 raise CodecUnavailable(

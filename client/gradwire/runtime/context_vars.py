@@ -1,4 +1,4 @@
-"""Context variables that hold on the threads of torch's engine, too."""
+"""Context variables whose values also hold on the threads of torch's autograd engine."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ _UNSET: Any = object()
 
 
 class _Stashed(NamedTuple):
-    """What torch carries to other threads."""
+    """A value in torch's thread-local state, which torch hands over to the threads of its engine."""
 
     thread: int
-    """The thread that it is from, where the context variable itself says what holds."""
+    """The thread that set the value. That thread itself uses the context variable instead."""
     value: Any
 
 
 class CarriedVar(Generic[T]):
-    """A context variable that torch carries to the threads which run a backward that was started with it.
+    """A context variable that torch carries to the threads of its engine that run a backward.
 
-    A backward runs on the thread that calls it, but for what is on a device, and for backwards nested more
-    than 60 deep. Those run on threads of the engine, where context variables are not set. torch hands its
-    thread-local state over to them: so a value is put there, too, and looked up there by such threads only.
+    A backward runs on the thread that calls it, except for nodes on a device and for backwards nested more
+    than 60 deep. These run on threads of the engine, where Python's context variables are not set. torch
+    hands its thread-local state over to these threads, so a value is stashed there as well, and only threads
+    other than the one that set the value read it there.
 
-    Within an event loop, values are not put there: another task of the thread would hand them over as its
-    own. A backward in a task has on other threads what held where the loop was started.
+    Within an asyncio event loop values are not stashed, because another task of the same thread would hand
+    them over as its own. On engine threads, a backward of a task has the value from where the loop was
+    started.
     """
 
     def __init__(self, name: str, *, default: T) -> None:
@@ -50,7 +52,7 @@ class CarriedVar(Generic[T]):
         return self._default
 
     def set(self, value: T, *, carried: bool = True) -> tuple[Token[T], _Stashed | bool | None]:
-        """What it returns undoes it, with `reset`. Not `carried`: it holds on this thread alone."""
+        """Sets the value, and returns a token for `reset`. Unless `carried`, it holds on this thread only."""
         before: _Stashed | bool | None = False
         if carried and asyncio._get_running_loop() is None:
             before = self._stashed()

@@ -1,4 +1,4 @@
-"""What a served function runs in: whose peer it is part of, who asked, and how long it may take."""
+"""The scope that code runs in: its peer, the request that it serves, its deadline, its context."""
 
 from __future__ import annotations
 
@@ -33,27 +33,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The surroundings of the code that runs now. Empty outside served functions.
+    """What holds for the code that runs now. Outside served functions most of it is None.
 
-    Others see the same object, so it is never changed: to change something for a block, enter a copy.
+    Several threads may share a scope, so it is never changed: to change something for a block, enter a copy.
     """
 
     peer: object | None = None
-    """The `LocalPeer` whose function runs. `peers`, the room above, knows what it is: `peers.current`."""
+    """The `LocalPeer` whose function runs; None for the program's own peer. Typed as object, because `peers`
+    is a room above this one. `peers.current.current_peer` returns the peer."""
     server_call: ServerCall | None = None
+    """The request that the code serves; None outside served functions."""
     deadline: float | None = None
-    """On time.monotonic's clock."""
+    """When the time is up, on the clock of time.monotonic; None for no limit."""
     context: ContextId | None = None
-    """The autograd context that calls are made in; None for the peer's ambient one."""
+    """The autograd context that calls are made in; None for the peer's ambient context."""
     around_wait: Callable[[], AbstractContextManager[None]] | None = None
-    """Entered while the code waits for another process, so that others may compute meanwhile."""
+    """Entered while the code waits for another process, so that other calls of the worker may run
+    meanwhile."""
     compression: Compression | None = None
-    """Of calls that are made; None for what the handle to a worker says."""
+    """The compression of calls that are made; None for that of the handle to the worker."""
     detect_anomaly: bool | None = None
-    """Whether who asked wants anomaly detection; None for torch's own switch, if nobody asked."""
+    """Whether the requester has anomaly detection on; None outside served functions, for torch's own
+    switch."""
 
     def in_context(self, context: ContextId | None, detect_anomaly: bool | None) -> Scope:
-        """The same with another context. Written out, as every call needs it, and `replace` takes longer."""
+        """A copy with another context. Written out, because every call makes one, and `replace` is slower."""
         return Scope(
             self.peer,
             self.server_call,
@@ -70,19 +74,23 @@ _scope: CarriedVar[Scope] = CarriedVar("scope", default=Scope())
 
 
 def current_scope() -> Scope:
+    """The scope of the code that runs now."""
     return _scope.get()
 
 
 def enter(scope: Scope) -> Token:
+    """Enters a scope, until `leave` is called with the returned token."""
     return _scope.set(scope)
 
 
 def leave(token: Token) -> None:
+    """Restores the scope from before `enter`."""
     _scope.reset(token)
 
 
 class entered:
-    """Runs a block in a scope. Not `carried`: on this thread alone, for a block that runs no backward."""
+    """A ``with`` block in a scope. Unless `carried`, the scope holds on this thread only: for blocks that run
+    no backward themselves."""
 
     __slots__ = ("_carried", "_scope", "_token")
 
@@ -98,7 +106,7 @@ class entered:
 
 
 def waiting(wait: Callable[[], T]) -> T:
-    """Waits for another process, or for another call: others may compute meanwhile."""
+    """Calls `wait`, which waits for another process or another call, and lets other calls run meanwhile."""
     scope = _scope.get()
     around_wait = scope.around_wait
     try:
@@ -109,11 +117,11 @@ def waiting(wait: Callable[[], T]) -> T:
         with around_wait():
             return wait()
     finally:
-        del wait  # it may be of a future, to which the traceback of an error would lead back
+        del wait  # it may refer to a future, which the traceback of an error would keep alive
 
 
 def time_left(timeout: float | None) -> float | None:
-    """The shorter of a timeout and what the surroundings leave; None if neither sets a limit."""
+    """The shorter of a timeout and the time until the scope's deadline; None if there is neither."""
     limit = _scope.get().deadline
     if limit is None:
         return timeout
@@ -124,16 +132,16 @@ def time_left(timeout: float | None) -> float | None:
 def deadline() -> float | None:
     """Seconds left for the code that runs now; None if there is no limit.
 
-    In a served function this is what its caller has left. Calls to other workers made from there are
-    bounded by it without further ado.
+    In a served function this is the time that its caller has left. Calls that the function makes to other
+    workers are bounded by it automatically.
     """
     return time_left(None)
 
 
 def cancelled() -> bool:
-    """Whether the caller of the served function that runs now no longer wants the answer.
+    """Whether the caller of the served function that runs now has cancelled the call, or its time is up.
 
-    A function that takes long can ask now and then, and stop early.
+    A function that takes long can check this now and then, and stop early.
     """
     scope = _scope.get()
     if scope.server_call is not None and scope.server_call.cancelled:
@@ -142,22 +150,22 @@ def cancelled() -> bool:
 
 
 def cancel_with_caller(future: ResponseFuture) -> None:
-    """What a served function, or a backward on behalf of another peer, asks of others is of no use once
-    whoever asked for it has given up. Raises Cancelled if that has happened already."""
+    """Cancels a request that a served function, or a backward for another peer, sends, when the request that
+    it serves is cancelled. Raises Cancelled if that has been cancelled already."""
     server_call = _scope.get().server_call
     if server_call is None:
         return
     if server_call.cancelled:
-        raise Cancelled("whoever asked for this has given it up")
+        raise Cancelled("the request that this call was made for was cancelled")
     future.is_nested = True
     take_back = server_call.when_cancelled(future.cancel)
-    # Else a function that makes many calls would keep the results of all of them until it returns.
+    # Without this, a function that makes many calls would keep the results of all of them until it returns.
     future.when_settled(take_back)
 
 
 @contextmanager
 def timeout(seconds: float) -> Iterator[None]:
-    """Bounds all calls made in a block, those that they cause on other workers included.
+    """Bounds the time of all calls made in a block, including the calls that these make to other workers.
 
     >>> import gradwire as gw
     >>> with gw.timeout(5):

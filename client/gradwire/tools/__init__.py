@@ -1,1 +1,1 @@
-"""Tools beside training: checking gradients, tuning malloc."""
+"""Tools beside training: checking gradients and codecs, tuning malloc."""

@@ -1,6 +1,6 @@
-"""Checks gradients that come from workers: against finite differences, and against local autograd.
+"""Checks the gradients of remote functions against finite differences and local autograd.
 
-And what codecs do to them and to results: against the same call without.
+Also measures the error of codecs, against the same call without compression.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gradwire.runtime.scope import current_scope, entered
 
 __all__ = ["CodecReport", "CodecRow", "GradcheckReport", "GradcheckRow", "codec_error", "gradcheck"]
 
-_STEP = 1e-6
+_DIFFERENCE_STEP = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class GradcheckRow:
-    """One input's gradient against one reference."""
+    """The gradient of one input, compared with one reference."""
 
     input: str
     reference: str
@@ -34,7 +34,7 @@ class GradcheckRow:
 
 @dataclass(frozen=True, slots=True)
 class GradcheckReport:
-    """What `gradcheck` found. True if all is well."""
+    """The result of `gradcheck`. True if all gradients agree with their references."""
 
     rows: tuple[GradcheckRow, ...]
 
@@ -61,9 +61,10 @@ def gradcheck(
 ) -> GradcheckReport:
     """Compares the gradients of a (remote) function with finite differences, and with `local` if given.
 
-    `inputs` that require grad are checked; they should be float64 or complex128, or differences drown in
-    rounding. Results of any structure are contracted with fixed random weights, so that every element
-    counts. `local` is the same function in this process, which must then agree to `tolerance`, too.
+    The gradients of `inputs` that require grad are checked. These should be float64 or complex128, because
+    finite differences of narrower dtypes are dominated by rounding. The result may have any structure: its
+    tensors are summed up with fixed random weights, so that every element counts. `local` is the same
+    function in this process; its gradients must agree to `tolerance`, too.
 
     >>> import gradwire as gw, torch
     >>> x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
@@ -75,14 +76,14 @@ def gradcheck(
     if not checked:
         raise ValueError("no input requires grad: there is nothing to check")
     weights = _Weights(seed)
-    gradients = _autograd(fn, args, checked, weights)
+    gradients = _autograd_gradients(fn, args, checked, weights)
     rows = []
     for index, gradient in zip(checked, gradients, strict=True):
-        expected = _differences(fn, args, index, weights)
+        expected = _finite_differences(fn, args, index, weights)
         rows.append(_row(f"input {index}", "finite differences", gradient, expected, tolerance))
     if local is not None:
         for index, gradient, expected in zip(
-            checked, gradients, _autograd(local, args, checked, weights), strict=True
+            checked, gradients, _autograd_gradients(local, args, checked, weights), strict=True
         ):
             rows.append(_row(f"input {index}", "local autograd", gradient, expected, tolerance))
     return GradcheckReport(tuple(rows))
@@ -90,28 +91,28 @@ def gradcheck(
 
 @dataclass(frozen=True, slots=True)
 class CodecRow:
-    """What compression does to one tensor."""
+    """The error of compression in one tensor."""
 
     tensor: str
-    """"result 0", "gradient of input 1"."""
+    """Which tensor it is, for example "result 0" or "gradient of input 1"."""
     bytes: int
-    """Of the tensor as it is."""
+    """The size of the tensor, uncompressed."""
     largest: float
-    """Of its elements, without compression."""
+    """The largest absolute value of the elements, without compression."""
     largest_error: float
     relative_error: float
-    """The norm of the difference over the norm of what is right."""
+    """The norm of the error, divided by the norm of the tensor without compression."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecReport:
-    """What `codec_error` found."""
+    """The result of `codec_error`."""
 
     rows: tuple[CodecRow, ...]
 
     @property
     def relative_error(self) -> float:
-        """The largest of all."""
+        """The largest relative error of all tensors."""
         return max((row.relative_error for row in self.rows), default=0.0)
 
     def __str__(self) -> str:
@@ -131,10 +132,10 @@ def codec_error(
     *,
     seed: int = 0,
 ) -> CodecReport:
-    """How far the results of a remote function, and the gradients of inputs that require grad, are off when
-    tensors are compressed, compared with the same call without.
+    """Measures the error that compression causes in the results of a remote function, and in the gradients of
+    the inputs that require grad, compared with the same call without compression.
 
-    The gradients are those of one backward, so error feedback does not show in them.
+    The gradients are those of a single backward, so they do not show the effect of error feedback.
     """
     args = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     checked = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
@@ -143,7 +144,9 @@ def codec_error(
     for chosen in (NOT_COMPRESSED, replace(compression, error_feedback=False)):
         with entered(replace(current_scope(), compression=chosen)):
             results: list[torch.Tensor] = []
-            gradients = _autograd(_recording(fn, results), args, checked, weights) if checked else []
+            gradients = (
+                _autograd_gradients(_recording(fn, results), args, checked, weights) if checked else []
+            )
             if not checked:
                 _recording(fn, results)(*args)
             found.append([*results, *gradients])
@@ -166,25 +169,25 @@ def _codec_row(name: str, exact: torch.Tensor, compressed: torch.Tensor) -> Code
     exact, compressed = _widened(exact), _widened(compressed)
     if not exact.numel():
         return CodecRow(name, 0, 0.0, 0.0, 0.0)
-    off = compressed - exact
+    error = compressed - exact
     norm = float(exact.norm())
     return CodecRow(
         name,
         bytes=size,
         largest=float(exact.abs().max()),
-        largest_error=float(off.abs().max()),
-        relative_error=float(off.norm()) / norm if norm else float(off.norm()),
+        largest_error=float(error.abs().max()),
+        relative_error=float(error.norm()) / norm if norm else float(error.norm()),
     )
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """In double precision and dense, whatever it was."""
+    """The tensor in double precision, dense, on the CPU."""
     tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
     return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 class _Weights:
-    """Fixed random weights, one set for each position in the results."""
+    """Fixed random weights, different for each tensor of a result."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -210,7 +213,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def _autograd(
+def _autograd_gradients(
     fn: Callable[..., Any], args: Sequence[Any], checked: Sequence[int], weights: _Weights
 ) -> list[torch.Tensor]:
     fresh = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -228,8 +231,10 @@ def _autograd(
     ]
 
 
-def _differences(fn: Callable[..., Any], args: Sequence[Any], index: int, weights: _Weights) -> torch.Tensor:
-    """Central differences, an element (or its real and imaginary part) at a time."""
+def _finite_differences(
+    fn: Callable[..., Any], args: Sequence[Any], index: int, weights: _Weights
+) -> torch.Tensor:
+    """The gradient by central differences, for each element (or its real and imaginary part) in turn."""
     point = args[index].detach().clone()
     flat = torch.view_as_real(point).reshape(-1) if point.is_complex() else point.reshape(-1)
     slopes = torch.zeros(flat.shape, dtype=torch.float64)
@@ -247,7 +252,9 @@ def _differences(fn: Callable[..., Any], args: Sequence[Any], index: int, weight
             return float(weights.contract(fn(*fixed[:index], shaped, *fixed[index + 1 :])))
 
     for element in range(flat.numel()):
-        slopes[element] = (value(element, _STEP) - value(element, -_STEP)) / (2 * _STEP)
+        slopes[element] = (value(element, _DIFFERENCE_STEP) - value(element, -_DIFFERENCE_STEP)) / (
+            2 * _DIFFERENCE_STEP
+        )
     if point.is_complex():
         return torch.view_as_complex(slopes.reshape(*point.shape, 2))
     return slopes.reshape(point.shape)
@@ -261,5 +268,5 @@ def _row(
         return GradcheckRow(name, reference, 0.0, 0.0, True)
     largest = float(expected.abs().max())
     error = float((gradient - expected).abs().max())
-    # A NaN compares false, and so is a mismatch.
+    # Comparisons with NaN are false, so a NaN counts as a mismatch.
     return GradcheckRow(name, reference, largest, error, error <= tolerance * max(1.0, largest))

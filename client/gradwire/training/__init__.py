@@ -1,1 +1,1 @@
-"""What a training loop needs: modules and optimizers whose parameters live on workers, and checkpoints."""
+"""Training: modules and optimizers whose parameters live on workers, and checkpoints."""

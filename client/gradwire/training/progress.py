@@ -1,4 +1,4 @@
-"""A progress bar for people, and nothing for logs."""
+"""A progress bar on stderr, shown by default only if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ __all__ = ["ByteProgress"]
 
 
 class ByteProgress:
-    """Bytes done of a total that may grow. Shown if `wanted`, or if it is None and stderr is a terminal."""
+    """Shows how many of a number of bytes are done; the number may grow.
 
-    def __init__(self, what: str, wanted: bool | None) -> None:
-        self._what = what
+    The bar is shown if `wanted`, or if `wanted` is None and stderr is a terminal.
+    """
+
+    def __init__(self, label: str, wanted: bool | None) -> None:
+        self._label = label
         self._wanted = sys.stderr.isatty() if wanted is None else wanted
         self._total = 0
 
     def __enter__(self) -> Self:
         if self._wanted:
-            # Imported when needed: it takes a while, and most processes never show a bar.
+            # Imported here, because importing rich takes a while, and most processes never show a bar.
             from rich import progress
             from rich.console import Console
 
@@ -32,16 +35,17 @@ class ByteProgress:
                 console=Console(stderr=True),
             )
             self._bar.start()
-            self._task = self._bar.add_task(self._what, total=None)
+            self._task = self._bar.add_task(self._label, total=None)
         return self
 
     def expect(self, size: int) -> None:
-        """There is more to do than was known."""
+        """Adds bytes to the total."""
         self._total += size
         if self._wanted:
             self._bar.update(self._task, total=self._total)
 
     def advance(self, size: int) -> None:
+        """Adds bytes that are done."""
         if self._wanted:
             self._bar.advance(self._task, size)
 

@@ -193,7 +193,8 @@ class TensorWriter:
             if tensor.layout is torch.sparse_coo:
                 message.coalesced = tensor.is_coalesced()
             detached = tensor.detach()
-            # The receiver copies the indices, and refuses expanded indices, which are larger than their storage.
+            # The receiver copies the indices, and refuses expanded indices, which are larger than their
+            # storage.
             components = [indices_of(detached).contiguous() for indices_of in of_indices]
             for component in (*components, of_values(detached)):
                 self._write_strided(self._describe(component), component, spans)

@@ -1,7 +1,7 @@
-"""Snapshots: directories that hold a state, written whole or not at all, and checked when they are read.
+"""Snapshots: directories that hold a state, replaced atomically, and checked when they are read.
 
-Behind both `gw.save` and the worker's state directory. One directory has a ``manifest.json`` and, in a
-sub-directory of its own, the tensors in safetensors files. The manifest names the files with their hashes.
+Both `gw.save` and the worker's state directory use them. A snapshot has a ``manifest.json`` and a
+sub-directory with the tensors in safetensors files. The manifest lists the files with their hashes.
 """
 
 from .directory import DirectoryLock, SnapshotReader, SnapshotWriter

@@ -1,7 +1,8 @@
-"""One directory that always holds a whole snapshot, whenever its writer is killed.
+"""A directory that holds a complete snapshot at any time, even if its writer is killed.
 
-The files of a snapshot go into a fresh sub-directory. Once they are on the disk, replacing ``manifest.json``,
-which the system does at one stroke, makes them the snapshot; only then the old ones are removed.
+The files of a new snapshot go into a new sub-directory. When they are on the disk, ``manifest.json`` is
+replaced, which the file system does atomically: the new files are the snapshot now. Only then the old files
+are removed.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from gradwire.training.snapshots.values import Json
 __all__ = ["DirectoryLock", "SnapshotReader", "SnapshotWriter"]
 
 FORMAT = 1
-"""Raised when an older version could not read what this one writes."""
+"""Increased when an older version could not read the snapshots that this version writes."""
 MANIFEST = "manifest.json"
 _DATA = "data-"
 _LOCK = "lock"
 SHARD_BYTES = 1 << 30
-"""How much goes into one file, and is held in memory at most."""
+"""The size at which a file is written and a new one begun; also the memory that a fetched state may take."""
 _ATTEMPTS = 20
-"""How often a snapshot that is replaced while it is being opened is opened again."""
+"""How often to open a snapshot again that another process replaced while it was being opened."""
 
 _KINDS = {
     "checkpoint": "a checkpoint written by gw.save",
@@ -45,15 +46,15 @@ _KINDS = {
 }
 
 
-def _nothing(_: int) -> None:
+def _ignore_progress(_: int) -> None:
     pass
 
 
 class DirectoryLock:
-    """Held by whoever writes to a directory, so that there is only one. Ends with the process, however."""
+    """A lock of the process that writes to a directory. The system releases it however the process ends."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the directory if need be. Raises CheckpointError if another process has the lock."""
+        """Creates the directory if need be. Raises CheckpointError if another process holds the lock."""
         try:
             if not path.is_dir():
                 path.mkdir(parents=True)
@@ -92,7 +93,8 @@ _locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # Parent and child would hold one lock together, and the child, a data loader say, may live longer.
+    # A forked process shares the lock with its parent, and would keep it if it lives longer, as a data loader
+    # may.
     for lock in list(_locks):
         lock.release()
 
@@ -101,27 +103,28 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class SnapshotWriter:
-    """Writes one snapshot; until `commit` nothing has happened. To be used with `with`, under the lock."""
+    """Writes one snapshot. Until `commit` the old snapshot stays. Used in a ``with`` block, under the
+    lock."""
 
     def __init__(
-        self, path: Path, kind: str, *, advance: Advance = _nothing, shard_bytes: int | None = None
+        self, path: Path, kind: str, *, advance: Advance = _ignore_progress, shard_bytes: int | None = None
     ) -> None:
         self._path = path
         self._kind = kind
         self._advance = advance
         self._shard_bytes = shard_bytes or SHARD_BYTES
-        self._refuse_strangers()
+        self._refuse_foreign_manifest()
         self._folder = path / f"{_DATA}{uuid.uuid4().hex}"
         self._files: dict[str, FileEntry] = {}
         self._shard = Shard("00000.safetensors")
-        self._made = False
+        self._folder_exists = False
 
-    def _refuse_strangers(self) -> None:
-        """A manifest.json that is not of this kind must not be overwritten."""
+    def _refuse_foreign_manifest(self) -> None:
+        """Raises CheckpointMismatch rather than overwrite a manifest.json of another kind."""
         try:
             manifest = json.loads((self._path / MANIFEST).read_bytes())
         except (OSError, ValueError):
-            return  # there is none, or it is of no use to anybody
+            return  # there is no manifest, or it cannot be read anyway
         kind = manifest.get("kind") if isinstance(manifest, dict) else None
         if kind != self._kind:
             what = _KINDS.get(str(kind), "not gradwire's")
@@ -130,8 +133,10 @@ class SnapshotWriter:
             )
 
     def put(self, value: object, where: str) -> Json:
-        """A value as the manifest holds it. Tensors are not copied until their file is written: at the
-        latest by `commit`, and earlier when there are enough for a file."""
+        """Encodes a value for the manifest. `where` names it in errors and files.
+
+        Its tensors are read when their file is written: when there are enough for a file, or by `commit`.
+        """
         return values.encode(value, where, self._put_tensor)
 
     def _put_tensor(self, tensor: torch.Tensor, where: str) -> Json:
@@ -141,14 +146,15 @@ class SnapshotWriter:
         return self._shard.add(tensor, where)
 
     def _flush(self) -> None:
-        # Refers to no tensor after this, so memory stays bounded by what one file holds.
+        # The writer refers to no tensor afterwards, so the memory of fetched tensors is bounded by one file's
+        # size.
         shard = self._shard
         if shard.is_empty:
             return
         self._shard = Shard(f"{len(self._files) + 1:05}.safetensors")
         try:
-            if not self._made:
-                self._made = True
+            if not self._folder_exists:
+                self._folder_exists = True
                 self._folder.mkdir()
             self._files[shard.name] = shard.write(self._folder, self._advance)
         except OSError as error:
@@ -157,7 +163,7 @@ class SnapshotWriter:
             raise self._unwritable(error) from error
 
     def commit(self, state: Mapping[str, Json]) -> None:
-        """Makes this the snapshot of the directory, and removes the one before."""
+        """Makes this the snapshot of the directory, and removes the old one."""
         self._flush()
         content = {
             "format": FORMAT,
@@ -172,11 +178,11 @@ class SnapshotWriter:
         temporary = self._path / f"{MANIFEST}.new"
         try:
             _sync(self._folder)
-            # Before the manifest can be on the disk, what it names must be.
+            # The files that the manifest names must be on the disk before the manifest is.
             _sync(self._path)
             write_synced(temporary, json.dumps(content, indent=1, allow_nan=False).encode())
             os.replace(temporary, self._path / MANIFEST)
-            self._made = False  # it is not ours to remove any more
+            self._folder_exists = False  # it belongs to the snapshot now, so __exit__ must not remove it
             _sync(self._path)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -195,20 +201,25 @@ class SnapshotWriter:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._made:
+        if self._folder_exists:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class SnapshotReader:
-    """A snapshot whose files are all there and unharmed. To be used with `with`."""
+    """Reads a snapshot whose files were all checked. Used in a ``with`` block."""
 
     def __init__(self, path: Path, kind: str, *, advance: Callable[[int], Advance] | None = None) -> None:
-        """Checks all files. `advance` is told their size, and returns what is told of the progress."""
+        """Checks all files. `advance` is called with their total size, and returns a callable for the
+        progress."""
         manifest, self._files = _open(path, kind)
         self.state: Mapping[str, Json] = manifest["state"]
         entries = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
         try:
-            report = _nothing if advance is None else advance(sum(entry.size for entry in entries.values()))
+            report = (
+                _ignore_progress
+                if advance is None
+                else advance(sum(entry.size for entry in entries.values()))
+            )
             for name, file in self._files.items():
                 try:
                     file.check(entries[name], report)
@@ -221,7 +232,7 @@ class SnapshotReader:
             raise
 
     def get(self, encoded: Json, *, copy: bool = False) -> Any:
-        """A value of the manifest. Without `copy` its tensors are views of the files, to be read soon."""
+        """Decodes a value of the manifest. Without `copy` its tensors are views of the files."""
         return values.decode(encoded, lambda reference: self._file(reference).tensor(reference, copy=copy))
 
     def shape(self, encoded: Json) -> tuple[int, ...] | None:
@@ -254,7 +265,7 @@ class SnapshotReader:
 
 
 def _open(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, TensorFile]]:
-    """Opens all files of a snapshot, which may be replaced by another meanwhile."""
+    """Opens all files of a snapshot. Starts again if another process replaces the snapshot meanwhile."""
     for attempt in range(_ATTEMPTS):
         manifest = _read_manifest(path, kind)
         files: dict[str, TensorFile] = {}
@@ -274,30 +285,30 @@ def _open(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, TensorFile]]
 
 
 def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    place = path / MANIFEST
+    manifest_path = path / MANIFEST
     try:
-        manifest = json.loads(place.read_bytes())
+        manifest = json.loads(manifest_path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {MANIFEST}") from error
     except OSError as error:
-        raise CheckpointError(f"{place} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{manifest_path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{place} is damaged: it is no JSON ({error})") from error
+        raise CheckpointError(f"{manifest_path} is damaged: it is no JSON ({error})") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
-        raise CheckpointError(f"{place} is no manifest of a checkpoint")
+        raise CheckpointError(f"{manifest_path} is no manifest of a checkpoint")
     if manifest["format"] > FORMAT:
         raise CheckpointError(
-            f"{place} has format {manifest['format']}, written by gradwire {manifest.get('gradwire')}; "
-            f"this version reads up to {FORMAT}"
+            f"{manifest_path} has format {manifest['format']}, written by gradwire "
+            f"{manifest.get('gradwire')}; this version reads up to {FORMAT}"
         )
     if manifest.pop("sha256", None) != _hash(manifest):
-        raise CheckpointError(f"{place} is damaged: its sha256 is not that of its content")
+        raise CheckpointError(f"{manifest_path} is damaged: its sha256 is not that of its content")
     if manifest["kind"] != kind:
         what = _KINDS.get(manifest["kind"], f"a {manifest['kind']}")
         raise CheckpointMismatch(f"{path} is {what}, and not {_KINDS[kind]}")
     for name in (manifest["data"], *manifest["files"]):
         if Path(name).name != name:
-            raise CheckpointError(f"{place} names a file outside of its directory: {name!r}")
+            raise CheckpointError(f"{manifest_path} names a file outside of its directory: {name!r}")
     return manifest
 
 

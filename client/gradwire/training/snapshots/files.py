@@ -1,7 +1,7 @@
-"""Tensors <-> safetensors files, hashed while they are written, mapped while they are read.
+"""Tensors <-> safetensors files, which are hashed while they are written, and memory-mapped to be read.
 
-The format is written here rather than by the safetensors package, which wants all tensors of a file in memory
-at once, knows fewer dtypes, and gives back no hash. Any tool that reads safetensors reads these files.
+The safetensors package is not used, because it needs all tensors of a file in memory at once, knows fewer
+dtypes, and returns no hash. Every tool that reads safetensors can read these files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.wire.dtypes import DTYPES_BY_NAME, dtype_name
 __all__ = ["FileEntry", "Shard", "TensorFile", "write_synced"]
 
 Advance = Callable[[int], None]
-"""Told how many bytes were written or read."""
+"""Called with the number of bytes that were written or read."""
 
 _CHUNK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000
@@ -59,14 +59,14 @@ _FORMAT_DTYPES: Final = {code: dtype for dtype, code in _FORMAT_NAMES.items()}
 
 
 class FileEntry(NamedTuple):
-    """What the manifest says of a file."""
+    """The entry of a file in the manifest."""
 
     size: int
     sha256: str
 
 
 class Shard:
-    """Tensors that will be one file. Refers to them, and copies nothing, until it is written."""
+    """Tensors that will be written to one file. Until then it only refers to them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class Shard:
         return not self._tensors
 
     def add(self, tensor: torch.Tensor, where: str) -> dict[str, Any]:
-        """Takes a dense tensor; returns how the manifest refers to it. The same memory is stored once."""
+        """Adds a dense tensor, and returns its reference for the manifest. The same memory is stored once."""
         key = (
             storage_id(tensor),
             tensor.storage_offset(),
@@ -98,14 +98,15 @@ class Shard:
         self.bytes += tensor.numel() * tensor.itemsize
         reference: dict[str, Any] = {"$tensor": [self.name, name]}
         if tensor.dtype not in _FORMAT_NAMES:
-            # Stored as plain bytes; the manifest says what they are.
+            # Stored as plain bytes, because safetensors has no name for the dtype; the manifest has dtype and
+            # shape.
             reference |= {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         self._known[key] = reference
         return reference
 
     def write(self, folder: Path, advance: Advance) -> FileEntry:
         """Writes the file, and waits until it is on the disk."""
-        # Wide elements first: then each tensor begins at a multiple of its element's width.
+        # Tensors with wide elements come first, so that each tensor begins at a multiple of its element size.
         tensors = sorted(self._tensors.items(), key=lambda item: -item[1].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -133,7 +134,7 @@ def _memory(tensor: torch.Tensor, name: str) -> memoryview:
     size = dense.numel() * dense.itemsize
     if not size:
         return memoryview(b"")
-    # By way of the storage: some dtypes cannot even be viewed as bytes.
+    # Through the storage, because torch cannot view some dtypes as bytes.
     flat = torch.empty(0, dtype=torch.uint8)
     flat.set_(dense.untyped_storage(), int(dense.storage_offset()) * dense.itemsize, (size,), (1,))
     return flat.numpy().data
@@ -160,7 +161,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 class TensorFile:
-    """A file of tensors, open for reading. It stays readable if it is deleted meanwhile."""
+    """A file of tensors, open for reading. It stays readable if another process deletes it meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -170,7 +171,7 @@ class TensorFile:
         self._data = 0
 
     def check(self, expected: FileEntry, advance: Advance) -> None:
-        """Raises CheckpointError unless size and hash are those of the manifest."""
+        """Raises CheckpointError unless the file's size and hash are those in the manifest."""
         size = os.fstat(self._descriptor).st_size
         if size != expected.size:
             raise CheckpointError(
@@ -184,7 +185,7 @@ class TensorFile:
             advance(len(chunk))
         if digest.hexdigest() != expected.sha256:
             raise CheckpointError(f"{self.path} is damaged: its sha256 is not that of the manifest")
-        # Private: whatever is done to the tensors never reaches the file.
+        # A private mapping: changes to the tensors are not written to the file.
         self._map = mmap.mmap(self._descriptor, size, access=mmap.ACCESS_COPY)
         try:
             length = int.from_bytes(self._map[:8], "little")
@@ -196,7 +197,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path} is no safetensors file: {error}") from error
 
     def tensor(self, reference: Mapping[str, Any], *, copy: bool) -> torch.Tensor:
-        """A tensor of the file: its own memory, or a view of the file that is read when it is needed."""
+        """A tensor of the file: with `copy` in memory of its own, else a view of the mapped file."""
         name = reference["$tensor"][1]
         try:
             entry = self._header[name]
@@ -207,7 +208,7 @@ class TensorFile:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path} lacks {name}, or this torch lacks its dtype") from error
         if self._map is None or end - begin != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{self.path}: {name} has not the bytes of its shape {tuple(shape)}")
+            raise CheckpointError(f"{self.path}: {name} does not have the bytes of its shape {tuple(shape)}")
         if begin == end:
             return torch.empty(shape, dtype=dtype)
         if self._data + end > len(self._map) or begin < 0:
@@ -215,7 +216,7 @@ class TensorFile:
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=self._data + begin)
         if copy:
             raw = raw.clone()
-        # By way of the storage: some dtypes have no view of bytes, and no copy.
+        # Through the storage, because torch cannot view bytes as some dtypes, nor copy those.
         tensor = torch.empty(0, dtype=dtype)
         start = int(raw.storage_offset()) // dtype.itemsize
         tensor.set_(raw.untyped_storage(), start, shape, torch.empty(shape, device="meta").stride())
@@ -226,6 +227,6 @@ class TensorFile:
         return tuple(reference.get("shape") or self._header.get(name, {}).get("shape", ()))
 
     def close(self) -> None:
-        """Tensors that still refer to it keep what they need."""
+        """Closes the file. Tensors that are views of the file stay valid: they keep the mapping alive."""
         os.close(self._descriptor)
         self._map = None

@@ -1,7 +1,7 @@
 """State <-> JSON with exact Python types: an int stays an int, a tuple a tuple, an int key an int key.
 
-What JSON has no word for is an object with one key that starts with a dollar: ``{"$tuple": [1, 2]}``. Tensors
-are kept elsewhere, and named: ``{"$tensor": ["00000.safetensors", "model.0.weight"]}``.
+A type that JSON does not have is an object whose key starts with a dollar: ``{"$tuple": [1, 2]}``. Tensors
+are stored in files, and referred to: ``{"$tensor": ["00000.safetensors", "model.0.weight"]}``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gradwire.wire.dtypes import DTYPES_BY_NAME, dtype_name
 __all__ = ["Json", "decode", "encode", "encoded_dict"]
 
 Json = Any
-"""What `json` writes and reads."""
+"""A value that `json` writes and reads."""
 PutTensor = Callable[[torch.Tensor, str], Json]
 GetTensor = Callable[[Mapping[str, Json]], torch.Tensor]
 
 _BYTES_ASIDE_FROM = 1024
-"""Bytes from this length on go where the tensors are, not into the manifest."""
+"""Bytes objects of at least this length are stored with the tensors, and not in the manifest."""
 
 _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -37,13 +37,14 @@ _LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in _COMPRESSED
 
 
 def encode(value: object, where: str, put: PutTensor) -> Json:
-    """A value as JSON; its tensors are handed to `put`. `where` names the value in errors and files."""
+    """Encodes a value as JSON. `put` stores each tensor and returns its reference. `where` names the value in
+    errors and files."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        # numpy's float64 is one, too.
+        # float() is needed for numpy's float64, which is a subclass of float.
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, where, put)
@@ -75,7 +76,7 @@ def encode(value: object, where: str, put: PutTensor) -> Json:
 
 
 def encoded_dict(items: Iterable[tuple[object, Json]]) -> Json:
-    """A dict whose values are encoded already."""
+    """Encodes a dict whose values are encoded already."""
     pairs = list(items)
     if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
         return dict(pairs)
@@ -109,7 +110,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str, put: PutTensor) -> Json:
 
 
 def decode(encoded: Json, get: GetTensor) -> Any:
-    """The value that was encoded; its tensors come from `get`."""
+    """The value that was encoded. `get` returns the tensor of a reference."""
     if isinstance(encoded, list):
         return [decode(item, get) for item in encoded]
     if not isinstance(encoded, dict):
