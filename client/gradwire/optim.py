@@ -1,4 +1,4 @@
-"""Optimizers over parameters here and on workers, stepped all together or not at all."""
+"""Optimizers over parameters here and on workers: a step is made everywhere or nowhere."""
 
 from gradwire.training.optimizers import DistributedOptimizer
 

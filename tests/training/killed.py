@@ -187,7 +187,7 @@ def kill_workers(path: Path, chance: random.Random) -> dict[str, object]:
                 if uid:
                     # This is another trainer; it says that it is the one that was killed.
                     optimizer._remote[0]._uid = uid
-                    optimizer._remote[0].start_make(resume=True)()
+                    optimizer._remote[0].start_creating(resume=True)()
                 while True:
                     optimizer.zero_grad()
                     counter().backward()

@@ -591,7 +591,7 @@ class TestLostAnswers:
         here(layer(X)).sum().backward()
         before = {key: value.clone() for key, value in here.state_dict().items()}
         monkeypatch.setattr(calls.CallFuture, "result", lose)
-        monkeypatch.setattr(opt._remote[0], "start_make", lambda **_: lose)
+        monkeypatch.setattr(opt._remote[0], "start_creating", lambda **_: lose)
         with pytest.raises(gw.StepTorn, match="maybe made") as caught:
             opt.step()
         assert caught.value.unknown == (a.worker.address,)

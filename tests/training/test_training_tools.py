@@ -380,7 +380,7 @@ class TestAddingGroups:
         trained.step()
         # As if the worker had let go of the optimizer, which it still has when it is made anew.
         part = next(part for part in trained.opt._remote if part.worker is a.handle)
-        part.start_make(resume=True)()
+        part.start_creating(resume=True)()
         trained.step()
         assert trained.agrees
 

@@ -22,16 +22,6 @@ ALLOWED_IMPORTS = {
 }
 
 
-TORCH_NAMES = {
-    # Private names of torch that the packages cannot do without, and that a class here happens to have as
-    # well.
-    "_autograd",
-    "_indices",
-    "_metadata",
-    "_values",
-}
-
-
 def _modules() -> dict[str, ast.Module]:
     """The syntax trees of all modules but the generated ones, by dotted name."""
     found = {}
@@ -127,7 +117,7 @@ def test_no_room_looks_at_a_private_attribute_of_another() -> None:
         f"{module}:{line} looks at {name}"
         for module, tree in MODULES.items()
         for line, name in _accesses(tree)
-        if name in DEFINED_ANYWHERE - TORCH_NAMES and name not in DEFINED[_room(module)]
+        if name in DEFINED_ANYWHERE and name not in DEFINED[_room(module)]
     ]
     assert foreign == []
 

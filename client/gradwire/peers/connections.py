@@ -64,7 +64,7 @@ class WorkerConnection:
         if link is not None and link.ended is None:
             return link
         if reconnect is Reconnect.PROBE and not (link is not None and link.ended_by_timeout):
-            reconnect = Reconnect.WAIT  # nobody has waited for this worker yet, so it may well be there
+            reconnect = Reconnect.WAIT  # no timeout ended the link, so the worker may well be there
         # A thread that comes while another one connects shares the outcome: the same link, or the same
         # failure.
         failures = self._failures
