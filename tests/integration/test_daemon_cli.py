@@ -335,7 +335,7 @@ NOISY = """
 
 
 @pytest.fixture
-def on_discarded(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def unread(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A daemon of whose output nobody reads more than the first line, and its address."""
     (tmp_path / "served.py").write_text(textwrap.dedent(NOISY))
     process = subprocess.Popen(
@@ -361,9 +361,9 @@ ENOUGH = 500
 
 
 def test_a_log_that_nobody_reads_keeps_nobody_from_working_or_ending(
-    on_discarded: tuple[subprocess.Popen[bytes], str],
+    unread: tuple[subprocess.Popen[bytes], str],
 ) -> None:
-    process, address = on_discarded
+    process, address = unread
     with gradwire.connect(address) as worker:
         for _ in range(2):
             assert worker.call("shout", ENOUGH, timeout=DEADLINE) == ENOUGH
@@ -379,9 +379,9 @@ def serves(worker: gradwire.RemoteWorker) -> bool:
 
 
 def test_a_second_signal_ends_a_daemon_whose_log_nobody_reads(
-    on_discarded: tuple[subprocess.Popen[bytes], str],
+    unread: tuple[subprocess.Popen[bytes], str],
 ) -> None:
-    process, address = on_discarded
+    process, address = unread
     with gradwire.connect(address) as worker:
         worker.call("shout", ENOUGH, timeout=DEADLINE)
         held = worker.call_async("hold")
@@ -394,9 +394,9 @@ def test_a_second_signal_ends_a_daemon_whose_log_nobody_reads(
 
 
 def test_lines_that_were_dropped_are_told_once_the_log_is_read_again(
-    on_discarded: tuple[subprocess.Popen[bytes], str],
+    unread: tuple[subprocess.Popen[bytes], str],
 ) -> None:
-    process, address = on_discarded
+    process, address = unread
     assert process.stderr is not None
     many = 20_000
     with gradwire.connect(address) as worker:

@@ -9,8 +9,6 @@ they lead to, so what was found stays true.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -36,10 +34,6 @@ class SegmentHandle:
         self.id = id
         self.context = context
         self.peer = peer
-        self.order = 0
-        """Counts up: a segment leads only to segments with the same handle or an earlier one."""
-        self.parts = 0
-        """How many of the segments with this handle depend on messages."""
         self.is_usable = False
         """Whether the receiver itself sent every message that the results depend on, so that it can
         follow."""
@@ -103,7 +97,6 @@ class Segments:
     def __init__(self, peer: int) -> None:
         self._peer = peer
         self._key = f"gradwire.segment.{peer:016x}"
-        self._counter = itertools.count(1)
         # A walk must not come upon a segment that another walk has not finished.
         self._lock = threading.Lock()
 
@@ -125,7 +118,6 @@ class Segments:
         with self._lock:
             segment = self._walk(tensors)
             if segment.below or any(received.source != own_call for received in segment.received):
-                handle.order = next(self._counter)
                 found, below = self._claim(segment, handle)
                 received = [record for part in found for record in part.received]
                 handle.is_usable = self._is_usable(handle, received, below)
@@ -158,36 +150,17 @@ class Segments:
         Returns all segments that earlier handles do not stand for, and those handles.
         """
         found: list[GraphSegment] = []
-        stand_in: list[SegmentHandle] = []
-        entered: dict[SegmentHandle, list[GraphSegment]] = {}
-        """For each earlier handle, the segments through which its part of the graph is reached."""
+        earlier: dict[SegmentHandle, None] = {}
         stack = [segment]
         while stack:
             reached = stack.pop()
             if reached.handle is None:
                 reached.handle = handle
-                handle.parts += reached.has_messages
                 found.append(reached)
                 stack.extend(reached.below)
             elif reached.handle is not handle:
-                entered.setdefault(reached.handle, []).append(reached)
-        # Latest first: when it is the turn of a handle, all that leads to its part was looked at.
-        latest_first = [(-other.order, other) for other in entered]
-        heapq.heapify(latest_first)
-        while latest_first:
-            other = heapq.heappop(latest_first)[1]
-            part = _within(other, entered[other])
-            if sum(reached.has_messages for reached in part) == other.parts:
-                stand_in.append(other)
-                continue
-            # The handle would say too much: only some of the segments that it stands for are reached.
-            found += part
-            for below in {below for reached in part for below in reached.below}:
-                if below.handle is not None and below.handle is not other:
-                    if below.handle not in entered:
-                        heapq.heappush(latest_first, (-below.handle.order, below.handle))
-                    entered.setdefault(below.handle, []).append(below)
-        return found, stand_in
+                earlier[reached.handle] = None
+        return found, list(earlier)
 
     def _walk(self, tensors: Sequence[torch.Tensor]) -> GraphSegment:
         found = [GraphSegment()]
@@ -233,14 +206,3 @@ class Segments:
         # What this peer sent is in its own graph, where the walk has gone on; but a peer that calls itself is
         # told what it sent.
         return [id for id in reached if id.peer != self._peer or peer == self._peer]
-
-
-def _within(handle: SegmentHandle, segments: Sequence[GraphSegment]) -> list[GraphSegment]:
-    """All segments with a handle that some of them lead to."""
-    found = dict.fromkeys(segments)
-    stack = list(segments)
-    while stack:
-        further = [below for below in stack.pop().below if below.handle is handle and below not in found]
-        found.update(dict.fromkeys(further))
-        stack += further
-    return list(found)
