@@ -13,10 +13,10 @@ from gradwire_server.errors import (
 )
 
 if _typing.TYPE_CHECKING:
-    from gradwire_server.objects.registry import expose
+    from gradwire_server.objects.exposing import expose
     from gradwire_server.worker import Worker
 else:
-    _LOADED_WHEN_USED = {"Worker": "gradwire_server.worker", "expose": "gradwire_server.objects.registry"}
+    _LOADED_WHEN_USED = {"Worker": "gradwire_server.worker", "expose": "gradwire_server.objects.exposing"}
 
     def __getattr__(name: str) -> object:
         """Loads what needs torch when it is first used: `gradwire-server --help` uses nothing of it."""

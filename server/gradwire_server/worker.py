@@ -1,12 +1,10 @@
-"""A worker: listens, and serves what was exposed. The daemon runs one; so can any program."""
+"""A worker: listens, and serves what was exposed. The daemon runs a worker, and so can any program."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
-import socket
-import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -33,16 +31,17 @@ from gradwire.torch_internals import load_symbolic_shapes
 from gradwire.transport import LinkSettings, MemoryBudget
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
+from gradwire_server.objects.internal_functions import add_internal_functions
 from gradwire_server.objects.registry import Registry
-from gradwire_server.objects.store import ObjectStore
-from gradwire_server.objects.verbs import add_training
+from gradwire_server.objects.store import ObjectOptions, ObjectStore
 from gradwire_server.serving.acceptor import SessionAcceptor
-from gradwire_server.serving.calling import CallRunner
-from gradwire_server.serving.execution import QueueLimits, Slots
+from gradwire_server.serving.binding import bind as bind_address
+from gradwire_server.serving.call_executor import CallExecutor
 from gradwire_server.serving.limits import HoldLimits
+from gradwire_server.serving.scheduler import CallScheduler, QueueLimits
 from gradwire_server.serving.servicer import Servicer
 from gradwire_server.serving.unary import unary_handler
-from gradwire_server.state.directory import StateDir
+from gradwire_server.state.directory import StateDirectory
 
 __all__ = ["Worker"]
 
@@ -51,7 +50,10 @@ load_symbolic_shapes()
 log = logging.getLogger("gradwire.server")
 
 _POLL_SECONDS = 0.02
-_FAREWELL_SECONDS = 1.0
+"""How often a worker that stops looks whether prepared steps were committed."""
+_GOODBYE_SECONDS = 1.0
+"""How long a worker that stops waits at most for each of: cancelled calls, the gRPC server, reading
+threads."""
 
 _UNARY_METHODS = {
     "ForwardWithAutograd": link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
@@ -63,7 +65,7 @@ _UNARY_METHODS = {
 
 
 class Worker:
-    """Serves functions, classes and modules to whoever connects.
+    """Serves functions, classes and modules to clients that connect.
 
     >>> import gradwire as gw, gradwire_server as gws
     >>> def double(x):
@@ -73,13 +75,15 @@ class Worker:
     42
 
     `served` are modules (everything that they expose), functions, classes and callable objects. `bind` is
-    one address or several: ``"host:port"``, port 0 for a free one, or ``"unix:path"``.
+    one address or several: ``"host:port"``, with port 0 for a free port, or ``"unix:path"``.
 
     With a `state_dir` objects that have a name, and the optimizers over them, are saved there when the worker
-    stops and every `save_every` seconds if they changed; a worker that is started with it goes on from them.
+    stops and every `save_every` seconds if they changed. A worker that is started with the same directory
+    goes on from what was saved.
 
-    What the program calls elsewhere can call it back: `gw.caller()` reaches the functions of its worker over
-    the link that the program opened. Of several workers that run at a time, those of the first.
+    Functions that the program calls on other workers can call it back: there `gw.caller()` reaches the
+    functions of the program's worker over the link that the program opened. If the program runs several
+    workers, these are the functions of the worker that was started first.
 
     A worker keeps no process alive. When the program ends, in whatever way, a worker that it did not stop is
     stopped without a grace period: calls in flight are cancelled, state is saved, clients are told goodbye.
@@ -125,7 +129,7 @@ class Worker:
             max_shared_bytes=max_shared_bytes,
         )
         self._peer = LocalPeer(name)
-        self._slots = Slots(
+        self._scheduler = CallScheduler(
             self._peer.pool,
             QueueLimits(threads, threads_per_client, max_queued_calls, max_queued_calls_per_client),
         )
@@ -135,22 +139,25 @@ class Worker:
             self._registry.method_names,
         )
         for instance_name, instance in self._registry.instances.items():
-            self._objects.keep(instance, owner=None, name=instance_name, permanent=True)
-        add_training(self._registry, self._objects)
+            self._objects.add(instance, None, ObjectOptions(instance_name, permanent=True))
+        add_internal_functions(self._registry, self._objects)
         self._hold_limits = hold_limits
         self._peer.engine.limits = wire.Limits(max_tensor_elements=max_tensor_elements)
-        runner = self._runner_for(self._peer)
+        executor = self._executor_for(self._peer)
         if save_every is not None and state_dir is None:
             raise ValueError("save_every is of no use without a state_dir to save to")
         self._save_every = save_every
-        self._state: StateDir | None = None
+        self._state: StateDirectory | None = None
         if state_dir is not None:
-            self._state = StateDir(Path(state_dir), self._objects, runner.make_again)
+            self._state = StateDirectory(Path(state_dir), self._objects, executor.recreate)
         self._saved = threading.Event()
-        self._servicer = Servicer(self._peer, self._registry, self._slots, runner)
-        self._program: LocalPeer | None = None
-        """The program's own peer, if others reach this worker over the links that the program opened."""
-        self._callbacks: Servicer | None = None
+        """Set when `stop` has saved the state, or failed to."""
+        self._servicer = Servicer(self._peer, self._registry, self._scheduler, executor)
+        self._program_peer: LocalPeer | None = None
+        """The program's own peer, if this worker serves callbacks: requests that come over the links that the
+        program opened."""
+        self._callback_servicer: Servicer | None = None
+        """Serves those requests."""
         self._acceptor = SessionAcceptor(
             self._peer.identity,
             self._peer.dispatch,
@@ -161,13 +168,13 @@ class Worker:
         self._max_unary_bytes = max_unary_bytes
         self._health = health
         self._reflection = reflection
-        # Each open stream holds one of its threads for as long as it is open.
+        # Every open stream occupies a thread of this pool for as long as it is open.
         self._streams_pool = DaemonThreads("gradwire-stream")
         self._started = False
         self._server: grpc.Server | None = None
         self._health_servicer: health_module.HealthServicer | None = None
         self.addresses: tuple[str, ...] = ()
-        """Where it listens, with real ports. Empty until it has started."""
+        """Where the worker listens, with real ports. Empty until it has started."""
 
     @property
     def name(self) -> str:
@@ -182,12 +189,12 @@ class Worker:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The names of what it serves."""
+        """The names of the functions, classes and objects that the worker serves."""
         return self._registry.names
 
     def start(self) -> Self:
-        """Listens. Returns when it can be reached; raises BindFailed if an address cannot be had, and
-        StateError if the state directory cannot be used."""
+        """Listens. Returns when clients can reach the worker. Raises BindFailed if an address cannot be had,
+        and StateError if the state directory cannot be used."""
         refuse_if_forked()
         if self._started:
             raise RuntimeError("a worker can be started once")
@@ -206,7 +213,7 @@ class Worker:
         return self
 
     def _listen(self) -> None:
-        # Of a thread pool gRPC needs that it is an executor.
+        # gRPC asks for a ThreadPoolExecutor, and uses only what any executor has.
         server = grpc.server(self._streams_pool, options=server_options(self._settings))  # type: ignore[arg-type]
         server.add_generic_rpc_handlers((self._handlers(),))
         if self._health:
@@ -218,68 +225,69 @@ class Worker:
                 names.append(health_module.SERVICE_NAME)
             reflection_module.enable_server_reflection(names, server)
         try:
-            self.addresses = tuple(_bind(server, address) for address in self._binds)
+            self.addresses = tuple(bind_address(server, address) for address in self._binds)
         except BindFailed:
-            # The addresses that were to be had must not stay taken; gRPC lets go of them only in a server
-            # that was started.
+            # The addresses that were bound must be freed, and gRPC frees them only if the server was started.
             server.start()
-            server.stop(None).wait(_FAREWELL_SECONDS)
+            server.stop(None).wait(_GOODBYE_SECONDS)
             self._streams_pool.shutdown()
             self._peer.close()
             raise
         self._server = server
         self._servicer.open()
-        self._look_after(self._peer)
-        self._serve_as_program()
+        self._attach_store(self._peer)
+        self._serve_callbacks()
         server.start()
         _running[self] = None
         self._peer.engine.leases.sweep_every(self._settings.lease)
         self._objects.keep_lease(self._settings.lease, self._is_linked)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
-    def _runner_for(self, peer: LocalPeer) -> CallRunner:
-        return CallRunner(peer, self._registry, self._objects, self._peer.engine.limits, self._hold_limits)
+    def _executor_for(self, peer: LocalPeer) -> CallExecutor:
+        return CallExecutor(peer, self._registry, self._objects, self._peer.engine.limits, self._hold_limits)
 
-    def _look_after(self, peer: LocalPeer) -> None:
-        """Lets go of objects that were given out in the name of a peer when those who have them do."""
-        # Objects have ids from the same count as messages, and are released by the same means.
-        id, store = peer.identity.id, peer.engine.container
-        store.when_released = lambda ids: self._objects.release(
-            each.number for each in ids if each.peer == id
+    def _attach_store(self, peer: LocalPeer) -> None:
+        """Connects the object store to a peer in whose name refs are sent: objects are dropped when their
+        refs are released there or their clients are gone, and backwards there wait for optimizer steps."""
+        # Refs are released by the same requests as messages: the number of the message id is the ref's
+        # handle.
+        peer_id, container = peer.identity.id, peer.engine.container
+        container.when_released = lambda ids: self._objects.release(
+            released.number for released in ids if released.peer == peer_id
         )
-        store.when_owner_dropped = self._drop_owner
-        peer.engine.reading = self._objects.backward_through
-        peer.engine.stepping = self._objects.stepping
-        self._objects.peers.add(id)
+        container.when_owner_dropped = self._drop_owner
+        peer.engine.reading = self._objects.parameters.read_by_backward
+        peer.engine.stepping = self._objects.parameters.stepping
+        self._objects.peers.add(peer_id)
 
-    def _serve_as_program(self) -> None:
-        """Serves the same to those whom the program calls, unless another worker does so already.
+    def _serve_callbacks(self) -> None:
+        """Serves the workers that the program calls, unless another worker of the program does so already.
 
-        They know the program by its own peer, in whose graph their calls are recorded: so gradients flow
-        through them as through anything else that the program computes.
+        Those workers know the program by its own peer, and their calls are recorded in the graph of that
+        peer. So gradients flow through callbacks as through anything else that the program computes.
         """
-        with _programs_lock:
-            program = default_peer()
-            if program.serves_functions:
+        with _callbacks_lock:
+            program_peer = default_peer()
+            if program_peer.serves_functions:
                 return
-            self._program = program
-            runner = self._runner_for(program)
-            self._callbacks = Servicer(program, self._registry, self._slots, runner)
-            self._callbacks.open()
-        self._look_after(program)
+            self._program_peer = program_peer
+            executor = self._executor_for(program_peer)
+            self._callback_servicer = Servicer(program_peer, self._registry, self._scheduler, executor)
+            self._callback_servicer.open()
+        self._attach_store(program_peer)
 
-    def _leave_program(self) -> None:
-        """The program goes on, with the links that it opened, without serving anything."""
-        if self._program is not None and self._callbacks is not None:
-            self._callbacks.close()
-            engine = self._program.engine
+    def _stop_serving_callbacks(self) -> None:
+        """The program keeps its peer and the links that it opened, and serves nothing over them any more."""
+        if self._program_peer is not None and self._callback_servicer is not None:
+            self._callback_servicer.close()
+            engine = self._program_peer.engine
             engine.container.when_released = lambda ids: None
             engine.container.when_owner_dropped = lambda peer: None
             engine.reading = not_kept_apart
             engine.stepping = borrowed_grad
 
     def _is_linked(self, client: int) -> bool:
-        peers = [peer for peer in (self._peer, self._program) if peer is not None]
+        peers = [peer for peer in (self._peer, self._program_peer) if peer is not None]
         return any(peer.engine.leases.is_linked(client) for peer in peers)
 
     def _drop_owner(self, client: int) -> None:
@@ -296,42 +304,43 @@ class Worker:
         if server is None:
             return True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        for servicer in (self._servicer, self._callbacks):
+        for servicer in (self._servicer, self._callback_servicer):
             if servicer is not None:
                 servicer.draining = True
         give_up_at = time.monotonic() + (self._grace if grace is None else grace)
-        finished = self._finish_what_was_begun(give_up_at)
+        finished = self._wait_for_calls(give_up_at)
         if not finished:
-            log.warning("%d calls did not finish in time", self._slots.unfinished)
+            log.warning("%d calls did not finish in time", self._scheduler.unfinished)
         self._acceptor.wait_until_delivered(max(give_up_at - time.monotonic(), 0.0))
-        # Before the clients go, whose optimizers go with them.
+        # Saved before the clients are told goodbye, because their optimizers are dropped with them.
         not_saved = self._save_and_close()
-        # Says goodbye, which cancels what still runs.
+        # Says goodbye to the clients, which cancels the calls that still run.
         self._acceptor.close()
-        if self._callbacks is not None:
-            self._callbacks.abandon()
-        idle = self._slots.wait_until_idle(_FAREWELL_SECONDS)
-        self._leave_program()
-        call_each(other._serve_as_program for other in list(_running))  # the first of them does
+        if self._callback_servicer is not None:
+            self._callback_servicer.cancel_running_calls()
+        idle = self._scheduler.wait_until_idle(_GOODBYE_SECONDS)
+        self._stop_serving_callbacks()
+        # The first of the workers that still run serves callbacks from now on.
+        call_each(other._serve_callbacks for other in list(_running))
         self._peer.close()
-        ended = _end(server)
-        self._acceptor.join(_FAREWELL_SECONDS)
-        # Threads that are done end at once; a function that does not stop must not keep us.
+        ended = _stop_server(server)
+        self._acceptor.join(_GOODBYE_SECONDS)
+        # Idle threads end at once. A thread in a function that does not return is not waited for.
         self._streams_pool.shutdown(wait=ended)
         self._peer.pool.shutdown(wait=idle)
         if not_saved is not None:
             raise not_saved
         return finished
 
-    def _finish_what_was_begun(self, give_up_at: float) -> bool:
-        """Waits for calls, backwards and prepared steps. Whether all were done in time."""
+    def _wait_for_calls(self, give_up_at: float) -> bool:
+        """Waits for prepared steps, calls and backwards. Returns whether all ended in time."""
 
         def left() -> float:
             return max(give_up_at - time.monotonic(), 0.0)
 
         while self._objects.has_prepared_steps and left():
             time.sleep(min(_POLL_SECONDS, left()))
-        return self._slots.wait_until_idle(left()) and self._peer.wait_for_backwards(left())
+        return self._scheduler.wait_until_idle(left()) and self._peer.wait_for_backwards(left())
 
     def _save_and_close(self) -> StateError | None:
         try:
@@ -345,7 +354,7 @@ class Worker:
             self._saved.set()
 
     def wait_until_saved(self, timeout: float | None = None) -> bool:
-        """Whether `stop` has come past saving the state, which no grace period cuts short."""
+        """Whether `stop` has saved the state, or failed to. No grace period cuts the saving short."""
         return self._saved.wait(timeout)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
@@ -371,73 +380,24 @@ class Worker:
 
 
 _running: dict[Worker, None] = {}
-"""In the order in which they were started."""
-_programs_lock = threading.Lock()
+"""The workers that run in this process, in the order in which they were started."""
+_callbacks_lock = threading.Lock()
+"""Held while a worker becomes the server of callbacks."""
 
 
 @atexit.register
-def _stop_those_that_run() -> None:
+def _stop_running_workers() -> None:
     call_each(partial(worker.stop, 0.0) for worker in list(_running))
 
 
 os.register_at_fork(after_in_child=_running.clear)
 
 
-def _end(server: grpc.Server) -> bool:
-    """Whether a server has ended, within a short time for what it still has to write."""
+def _stop_server(server: grpc.Server) -> bool:
+    """Stops a gRPC server, which has a moment to write its last messages. Returns whether it has ended."""
     try:
-        return bool(server.stop(_FAREWELL_SECONDS).wait(2 * _FAREWELL_SECONDS))
+        return bool(server.stop(_GOODBYE_SECONDS).wait(2 * _GOODBYE_SECONDS))
     except RuntimeError:
-        # gRPC starts a thread for it. When the interpreter ends, newer versions of Python start none, and the
-        # server ends with the process.
+        # gRPC starts a thread to stop a server. At the end of the interpreter, newer versions of Python start
+        # no threads, and the server ends with the process.
         return False
-
-
-def _bind(server: grpc.Server, address: str) -> str:
-    """Listens on an address; returns it with the real port."""
-    is_unix = address.startswith("unix:")
-    if is_unix:
-        _free_unix_path(address)
-    else:
-        _check_tcp_address(address)
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
-    if not port:
-        raise BindFailed(
-            f"cannot listen on {address}: gRPC refused it; an address is HOST:PORT or unix:PATH",
-            address=address,
-        )
-    return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
-
-
-def _free_unix_path(address: str) -> None:
-    """A live server's socket is refused, which gRPC would take over silently; a dead one's is removed."""
-    path = address.removeprefix("unix:").removeprefix("//")
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise BindFailed(f"cannot listen on {address}: the file exists and is no socket", address=address)
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-    raise BindFailed(f"cannot listen on {address}: another process serves there", address=address)
-
-
-def _check_tcp_address(address: str) -> None:
-    """gRPC only says that it failed, in a line of its own on stderr; asking the system first says why."""
-    host, _, port = address.rpartition(":")
-    try:
-        family, kind, protocol, _, endpoint = socket.getaddrinfo(
-            host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(endpoint)
-    except OSError as error:
-        raise BindFailed(f"cannot listen on {address}: {error.strerror or error}", address=address) from None

@@ -23,8 +23,8 @@ from gradwire import wire
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.transport import frames
 from gradwire.transport.memory_budget import Quota
-from gradwire_server.serving.execution import QueueLimits
 from gradwire_server.serving.limits import HoldLimits
+from gradwire_server.serving.scheduler import QueueLimits
 
 Code = link_pb2.Error
 
@@ -142,14 +142,14 @@ def test_concurrent_calls(settings: dict[str, int], of_one: int, of_both: int) -
         with Ignorant(worker.address) as first, Ignorant(worker.address) as second:
             for _ in range(10):
                 first.send_request("pass_through")
-            wait_for(lambda: worker._slots.unfinished == 10, "the calls coming in")
+            wait_for(lambda: worker._scheduler.unfinished == 10, "the calls coming in")
             wait_for(lambda: gate.entered == of_one, "as many as may run running")
             for _ in range(10):
                 second.send_request("pass_through")
-            wait_for(lambda: worker._slots.unfinished == 20, "the others' calls coming in")
+            wait_for(lambda: worker._scheduler.unfinished == 20, "the others' calls coming in")
             wait_for(lambda: gate.entered == of_both, "the others running")
             # All twenty are in, and each that may run was started when it came.
-            assert worker._slots._running == of_both
+            assert worker._scheduler._running == of_both
             gate.open()
             assert all(response.WhichOneof("outcome") == "body" for response in first.answers(10))
             assert all(response.WhichOneof("outcome") == "body" for response in second.answers(10))
@@ -181,15 +181,15 @@ def test_one_who_was_turned_away_comes_before_one_who_came_later() -> None:
         served, early, late = (stack.enter_context(Ignorant(worker.address)) for _ in range(3))
         for _ in range(2):
             served.send_request("pass_through")
-        wait_for(lambda: worker._slots.unfinished == 2, "the worker being full")
+        wait_for(lambda: worker._scheduler.unfinished == 2, "the worker being full")
         early.send_request("pass_through")
         check_refusal(early.answers(1)[0], "wait already")
-        with worker._slots._lock:
-            worker._slots._limits = QueueLimits(threads=1, queued=2)  # there is room for one now
+        with worker._scheduler._lock:
+            worker._scheduler._limits = QueueLimits(threads=1, queued=2)  # there is room for one now
         late.send_request("pass_through")
         check_refusal(late.answers(1)[0], "wait already")
         early.send_request("pass_through")
-        wait_for(lambda: worker._slots.unfinished == 3, "its call being taken")
+        wait_for(lambda: worker._scheduler.unfinished == 3, "its call being taken")
 
 
 MB = 1_000_000
@@ -204,7 +204,7 @@ def test_bytes_that_wait(settings: dict[str, int]) -> None:
         ignorant.ask_large("pass_through", 9 * MB)
         wait_for(lambda: gate.entered == 1, "the first running")
         ignorant.ask_large("pass_through", 3 * MB)
-        wait_for(lambda: worker._slots.unfinished == 2, "the second waiting")
+        wait_for(lambda: worker._scheduler.unfinished == 2, "the second waiting")
         refused = [ignorant.ask_large("pass_through", 3 * MB) for _ in range(5)]
         for asked, response in zip(refused, ignorant.answers(5), strict=True):
             assert response.id == asked
@@ -405,7 +405,7 @@ def test_unary_calls_are_told_when_to_come_again() -> None:
     with serving(gate, threads=1, max_queued_calls=1) as worker, Ignorant(worker.address) as ignorant:
         for _ in range(2):
             ignorant.send_request("pass_through")
-        wait_for(lambda: worker._slots.unfinished == 2, "the worker being full")
+        wait_for(lambda: worker._scheduler.unfinished == 2, "the worker being full")
         with grpc.insecure_channel(worker.address) as channel:
             body = autograd_pb2.ForwardWithAutogradRequest(function="pass_through").SerializeToString()
             with pytest.raises(grpc.RpcError) as caught:

@@ -308,7 +308,7 @@ def test_nothing_is_kept_of_hostile_clients(worker: gws.Worker) -> None:
         attack(worker.address, name)
     eventually(lambda: worker._acceptor._accepted == {})
     eventually(lambda: readers() == 0)
-    assert worker._slots.unfinished == 0
+    assert worker._scheduler.unfinished == 0
     with gw.connect(worker.address) as handle:
         assert handle.double(21) == 42
 

@@ -21,7 +21,7 @@ from tests.integration.seeded_trainer import Trainer
 import gradwire as gw
 import gradwire_server as gws
 from gradwire.peers.local import LocalPeer
-from gradwire_server.serving.execution import Slots
+from gradwire_server.serving.scheduler import CallScheduler
 
 SHARED = """
 import random, numpy, torch
@@ -236,13 +236,13 @@ def test_the_users_sequences_go_on_after_a_call_was_refused_and_tried_again(
 ) -> None:
     occupied = Occupied()
     refused = threading.Event()
-    refuse = Slots._refusal
+    refuse = CallScheduler._refusal
 
     def noticed(*args: Any) -> gw.ResourceExhausted:
         refused.set()
         return refuse(*args)
 
-    monkeypatch.setattr(Slots, "_refusal", noticed)
+    monkeypatch.setattr(CallScheduler, "_refusal", noticed)
     with seeded(0):
         expected = draw()
     with seeded(0):

@@ -30,7 +30,7 @@ class Served:
     @property
     def objects(self) -> int:
         """How many objects it holds, besides those that it exposes itself."""
-        return sum(not held.permanent for held in self.worker._objects._held.values())
+        return sum(not stored.permanent for stored in self.worker._objects._by_number.values())
 
     @property
     def messages(self) -> int:

@@ -23,7 +23,7 @@ import torch
 
 import gradwire as gw
 from gradwire.training.snapshots import SnapshotReader, directory
-from gradwire_server.state.directory import StateDir
+from gradwire_server.state.directory import StateDirectory
 from gradwire_server.worker import Worker
 
 ROUNDS = 30
@@ -167,19 +167,19 @@ def kill_workers(path: Path, chance: random.Random) -> dict[str, object]:
 
         def train(report: Report, steps: int = steps, uid: str = uid) -> None:
             made = steps
-            save = StateDir.save
+            save = StateDirectory.save
 
-            def reporting_save(state: StateDir) -> bool:
+            def reporting_save(state: StateDirectory) -> bool:
                 before = made  # what is saved is this, or later
                 done = save(state)
                 if done and before > steps:
                     report(before)
                 return done
 
-            StateDir.save = reporting_save  # type: ignore[method-assign]
+            StateDirectory.save = reporting_save  # type: ignore[method-assign]
             with Worker(Counter, state_dir=path, save_every=0.001) as worker:
                 handle = gw.connect(worker.address)
-                there = [held.name for held in worker._objects.named()]
+                there = [stored.name for stored in worker._objects.named()]
                 counter = handle.get("counter") if there else handle.create("Counter", name="counter")
                 value = float(counter.state_dict()["parts.0"][0, 0])
                 assert value == steps * (steps + 1) / 2, f"restored {value}, expected {steps} steps"

@@ -44,12 +44,12 @@ def settles_or(asked: Future[Any], waits: Callable[[], bool]) -> None:
 
 
 def waits_to_read(served: Served) -> Callable[[], bool]:
-    return lambda: served.worker._objects.access.waiting_readings == 1
+    return lambda: served.worker._objects.parameters.access.waiting_reads == 1
 
 
 def waits_to_change(served: Served) -> Callable[[], bool]:
-    access = served.worker._objects.access
-    return lambda: any(not change.is_under_way for change in list(access._changes))
+    access = served.worker._objects.parameters.access
+    return lambda: any(not write.is_under_way for write in list(access._writes))
 
 
 @pytest.mark.parametrize("stale", ["allow", "error"])
@@ -187,7 +187,7 @@ class TestWhatTakesTooLongToWaitFor:
     def test_a_backward_is_overtaken_and_refused(
         self, a: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.objects.access, "_LONGEST_READING_SECONDS", 0.1)
+        monkeypatch.setattr(gradwire_server.objects.access, "_LONGEST_READ_SECONDS", 0.1)
         module = a.handle.create("Stops", stale="allow")
         loss = module(X.clone().requires_grad_()).sum()
         with models.in_a_backward as stop:
@@ -201,7 +201,7 @@ class TestWhatTakesTooLongToWaitFor:
     def test_the_backward_of_a_forward_that_was_overtaken_is_refused(
         self, a: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.objects.access, "_LONGEST_READING_SECONDS", 0.1)
+        monkeypatch.setattr(gradwire_server.objects.access, "_LONGEST_READ_SECONDS", 0.1)
         module = a.handle.create("Stops", stale="allow")
         with models.in_a_forward as stop:
             asked = pool.submit(module, X)
@@ -215,10 +215,14 @@ class TestWhatTakesTooLongToWaitFor:
 def test_parameters_that_are_sent_themselves_are_those_of_one_moment(a: Served) -> None:
     """A large tensor is read while it is sent, and its version counter does not tell here that it changes."""
     module = a.handle.create("Stops", stale="allow")
-    runner, results = a.worker._servicer._runner, []
-    evaluate = runner._evaluate
+    executor, results = a.worker._servicer._executor, []
+    compute = executor._compute
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_evaluate", lambda *args: results.append(evaluate(*args)) or results[-1])
+        patch.setattr(
+            executor,
+            "_compute",
+            lambda *args, **kwargs: results.append(compute(*args, **kwargs)) or results[-1],
+        )
         module.weights()["weight"].sum().backward()
     ((sent, _),) = results
     step(module)
@@ -242,9 +246,9 @@ class TestTurns:
     ) -> None:
         # So that each is told many times that it has to come again, however slow this machine is.
         monkeypatch.setattr(gradwire.training.optimizers, "_PATIENCE_SECONDS", 0.01)
-        monkeypatch.setattr(gradwire_server.objects.access, "_KEPT_PLACE_SECONDS", 30.0)
+        monkeypatch.setattr(gradwire_server.objects.access, "_KEEP_PLACE_SECONDS", 30.0)
         module = a.handle.create("Layer", 4, stale="allow")
-        access = a.worker._objects.access
+        access = a.worker._objects.parameters.access
         models.stepped_in_order.clear()
         rates = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
         held = Prepared(monkeypatch, [module, b.handle.create("Layer", 4)])
@@ -259,7 +263,7 @@ class TestTurns:
             asked = []
             for count, rate in enumerate(rates, 1):
                 asked.append(trainers.submit(train, rate))
-                assert wait_until(lambda count=count: len(access._turns) == count)
+                assert wait_until(lambda count=count: len(access._reservation_queue) == count)
             held.go_on()
             for one in asked:
                 one.result(30)

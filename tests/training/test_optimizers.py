@@ -490,7 +490,7 @@ class TestAllOrNothing:
         assert isinstance(caught.value.__cause__, gw.DeadlineExceeded)
         assert arrived.wait(20)
         go_on.set()  # it arrives after all; nobody may wait for it
-        assert wait_until(lambda: b.worker._slots.unfinished == 0)
+        assert wait_until(lambda: b.worker._scheduler.unfinished == 0)
         assert same(trained.split.state_dict(), before)
         with gw.timeout(20):
             trained.opt.step()
@@ -556,7 +556,7 @@ class TestLostAnswers:
                 step(self, *args)
             link._end(gw.WorkerLost("cut"), None)  # type: ignore[attr-defined]
             if not is_made:
-                assert wait_until(lambda: self._given_up >= 1)
+                assert wait_until(lambda: self._aborted_up_to >= 1)
                 step(self, *args)  # too late: its trainer has been told that it was not made
 
         monkeypatch.setattr(WorkerOptimizer, "step", lose)

@@ -19,8 +19,8 @@ from torch import nn
 import gradwire as gw
 import gradwire.training.optimizers
 import gradwire_server as gws
-import gradwire_server.objects.store
-from gradwire_server.objects.registry import Instance
+import gradwire_server.objects.parameters
+from gradwire_server.objects.exposing import Instance
 
 ONE = torch.ones(3, dtype=torch.float64)
 X = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4)
@@ -252,7 +252,7 @@ class TestWaitingForAStep:
             held = Prepared(monkeypatch, [layer, b.handle.create("Layer", 4)])
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(ask, layer)
-                assert wait_until(lambda: worker._slots.unfinished == 1)
+                assert wait_until(lambda: worker._scheduler.unfinished == 1)
                 assert handle.kind_of(1) == "int"
                 held.go_on()
                 asked.result(20)
@@ -262,7 +262,7 @@ class TestWaitingForAStep:
         with gws.Worker(models) as worker, gw.connect(worker.address) as handle:
             held = Prepared(monkeypatch, [layer, handle.create("Layer", 4)])
             with monkeypatch.context() as patch:
-                patch.setattr(gradwire_server.objects.store, "_PATIENCE_SECONDS", 0.2)
+                patch.setattr(gradwire_server.objects.parameters, "_RESERVATION_SECONDS", 0.2)
                 for ask in (layer.state_dict, layer.double):
                     with pytest.raises(gw.StepRefused, match="stalled") as caught:
                         ask()

@@ -93,13 +93,13 @@ def test_named_objects_of_every_kind_are_there_again(state_dir: Path) -> None:
         assert handle.get("tied").is_tied()
         assert handle.get("tally").add(0) == 42
         assert handle.get("plain").say() == "word 1"
-        held = {held.name: held for held in worker._objects.named()}
-        assert set(held) == {"layer", "tied", "around", "tally", "plain", "shared"}
-        assert held["around"].value.inner is held["layer"].value
-        assert held["layer"].allow_stale
-        assert not held["layer"].value.training
-        assert not any(parameter.requires_grad for parameter in held["layer"].value.parameters())
-        assert held["tied"].value.training
+        stored = {stored.name: stored for stored in worker._objects.named()}
+        assert set(stored) == {"layer", "tied", "around", "tally", "plain", "shared"}
+        assert stored["around"].value.inner is stored["layer"].value
+        assert stored["layer"].allow_stale
+        assert not stored["layer"].value.training
+        assert not any(parameter.requires_grad for parameter in stored["layer"].value.parameters())
+        assert stored["tied"].value.training
 
 
 def test_what_was_restored_is_saved_and_restored_again(state_dir: Path) -> None:
@@ -151,7 +151,7 @@ def test_it_is_saved_now_and_then_if_something_changed(state_dir: Path) -> None:
 def test_a_prepared_step_delays_a_save_but_does_not_block_it(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire_server.state.directory._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("gradwire_server.state.directory._RESERVATION_SECONDS", 0.2)
     with served(state_dir) as worker, gw.connect(worker.address) as handle:
         assert worker._state is not None
         layer = handle.create("Layer", 4, name="layer")
@@ -159,7 +159,7 @@ def test_a_prepared_step_delays_a_save_but_does_not_block_it(
         layer(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
         (part,) = optimizer._remote
         part.start("prepare", 1, *optimizer._checks(), None, 1.0, False)()
-        with pytest.raises(gws.StateError, match="layer did not come to rest"):
+        with pytest.raises(gws.StateError, match="a step of layer was prepared"):
             worker._state.save()
         before = {key: value.clone() for key, value in worker._objects.named()[-1].value.state_dict().items()}
     # Stopped in between: the step is given up, and what is saved is the state before it.
@@ -224,11 +224,11 @@ def test_a_state_of_other_modules_is_refused_by_name(state_dir: Path) -> None:
     said = refused(state_dir, Layer)
     assert "layer (Layer): Error(s) in loading state_dict" in said
     assert "shared (Layer): it was an object that the worker's own code exposed, and no longer does" in said
-    assert "tally (Tally): it cannot be made again: UnknownFunction" in said
+    assert "tally (Tally): it cannot be recreated: UnknownFunction" in said
     assert f"move {state_dir} away" in said
     # Nothing was lost by the attempt.
     with served(state_dir) as worker:
-        assert {held.name for held in worker._objects.named()} == {"layer", "tally", "shared"}
+        assert {stored.name for stored in worker._objects.named()} == {"layer", "tally", "shared"}
 
 
 def test_a_directory_that_is_in_use_damaged_or_none(state_dir: Path) -> None:

@@ -20,7 +20,7 @@ from torch.nn import utils
 import gradwire as gw
 import gradwire_server as gws
 from gradwire.training.optimizers import DistributedOptimizer
-from gradwire_server.objects import verbs
+from gradwire_server.objects import internal_functions
 
 
 class Scaled(Trained):
@@ -58,7 +58,7 @@ def test_unscaling_that_failed_on_one_worker_and_is_tried_again_skips_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was unscaled before must not be unscaled twice."""
-    unscale, calls = verbs.unscale, []
+    unscale, calls = internal_functions.unscale, []
 
     def fails_the_second_time(*args: Any) -> bool:
         calls.append(args)
@@ -66,7 +66,7 @@ def test_unscaling_that_failed_on_one_worker_and_is_tried_again_skips_the_step(
             raise OSError("no memory for this")
         return unscale(*args)
 
-    monkeypatch.setattr(verbs, "unscale", fails_the_second_time)
+    monkeypatch.setattr(internal_functions, "unscale", fails_the_second_time)
     with gws.Worker(models.Layer) as one, gws.Worker(models.Layer) as two:
         with gw.connect(one.address) as first, gw.connect(two.address) as second:
             model = nn.Sequential(models.Layer(4), first.create("Layer", 4), second.create("Layer", 4))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from gradwire_server.errors import LoadFailed, NothingExposed
-from gradwire_server.objects.registry import Instance, expose_for, exposed_in
+from gradwire_server.objects.exposing import Instance, expose_for, exposed_in
 
 __all__ = ["load", "load_all", "load_instance", "use_working_directory"]
 

@@ -1,338 +1,202 @@
-"""Objects that stay on the worker: what classes made, and what was kept by name.
+"""The object store: objects that stay on a worker between calls.
 
-An object without a name belongs to the client that made it, and goes when that client lets go of it or is
-gone; nobody else can delete it. Clients without a link cannot be seen to go: what they made goes when it was
-not used for the length of the lease. An object with a name is everybody's: it stays until somebody deletes
-it. Objects that the worker's own code exposed by name stay as long as the worker.
+An object without a name belongs to the client that made it. It is dropped when that client releases it or is
+gone, and no other client can delete it. A client without a link cannot be seen to go: the objects that it
+made are dropped when they were not used for the length of the lease. An object with a name belongs to all
+clients, and stays until one of them deletes it. Objects that the worker's own code exposed by name stay as
+long as the worker does.
 """
 
 from __future__ import annotations
 
-import enum
-import itertools
 import logging
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
-from torch.autograd.graph import Node
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.autograd import borrowed_grad, nbytes
-from gradwire.errors import AlreadyExists, NotFound, PermissionDenied, StaleParameters, StepRefused
+from gradwire.errors import AlreadyExists, NotFound, PermissionDenied
 from gradwire.proto.v1 import value_pb2
-from gradwire.runtime.scope import current_scope
 from gradwire.system.accounting import InUse, Tally
 from gradwire.system.timers import call_later
-from gradwire.torch_internals import preserving_versions
-from gradwire_server.objects.access import Access, ParameterLock, Reading
+from gradwire_server.objects.parameters import StoredParameters
+from gradwire_server.objects.stored import IssuedRef, Recipe, StoredObject, is_data, tensor_bytes
 
 if TYPE_CHECKING:
     from gradwire_server.objects.optimizers import WorkerOptimizer
 
-__all__ = ["HeldObject", "KeptResult", "ObjectStore", "Recipe", "is_data"]
+__all__ = ["ObjectOptions", "ObjectStore"]
 
 log = logging.getLogger("gradwire.server")
 
-_PATIENCE_SECONDS = 60.0
-"""How long what has no deadline waits for a step that was prepared."""
-
-_DATA = (
-    *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, slice),
-    *(torch.Tensor, torch.dtype, torch.device, numpy.ndarray, numpy.generic, enum.Enum),
-)
-
-
-def is_data(value: object) -> bool:
-    """Whether a value is what it holds: two that are equal are as good as one."""
-    return isinstance(value, _DATA)
-
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """How an object was made, so that it can be made again after a restart."""
+class ObjectOptions:
+    """What is asked for when an object is added to the store. `StoredObject` explains each."""
 
-    class_name: str
-    arguments: bytes
-    """The serialized ForwardWithAutogradRequest that made it. Refs to objects here have the peer 0."""
-    attachments: tuple[bytes, ...] = ()
-    """The large tensors of the request."""
-
-
-@dataclass(slots=True, eq=False)
-class HeldObject:
-    """One object."""
-
-    number: int
-    value: Any
-    owner: int | None
-    """The client's peer; None if it is everybody's."""
     name: str = ""
     permanent: bool = False
-    """Exposed by the worker's own code."""
     allow_stale: bool = False
     recipe: Recipe | None = None
-    locks: frozenset[ParameterLock] = field(default_factory=frozenset)
-    """Those of its parameters. Modules that share parameters share locks."""
-    bytes: int = 0
-    """Of its tensors, as far as they can be seen."""
-    last_used: float = field(default_factory=time.monotonic)
-    users: int = 0
-    """Calls that run on it."""
-    handles: set[int] = field(default_factory=set)
-    """The refs to it that were sent and not yet let go of. With the last it goes. None if it has a name."""
-    changes: int = 0
-    """How often it was changed. Version counters do not tell where stale parameters are allowed."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptResult:
-    """A result that is sent as the ref to it, whatever it is."""
-
-    held: HeldObject
-    handle: int = 0
-    """The ref that it is sent as, to be let go of. 0 if the object has a name."""
+_NO_OPTIONS = ObjectOptions()
 
 
 class ObjectStore:
-    """The objects of one worker, found by number or by name."""
+    """The objects of one worker, found by number, by name or by the object itself."""
 
     def __init__(
         self, peer: int, new_number: Callable[[], int], method_names: Callable[[type], Iterable[str]]
     ) -> None:
         self.peers = {peer}
-        """The peers that serve them, in whose name refs to them were sent."""
+        """The ids of the peers that serve these objects, and that refs to them name."""
         self._new_number = new_number
         self._method_names = method_names
-        """Those that others may call, of a class."""
+        """The names of the methods of a class that clients may call."""
         self._lock = threading.Lock()
-        self._held: dict[int, HeldObject] = {}
-        self._names: dict[str, HeldObject] = {}
-        self._handles: dict[int, HeldObject] = {}
-        self._by_identity: dict[int, list[HeldObject]] = {}
-        self._locks: MutableMapping[torch.Tensor, ParameterLock] = WeakTensorKeyDictionary()
-        self.access = Access()
+        self._by_number: dict[int, StoredObject] = {}
+        self._by_name: dict[str, StoredObject] = {}
+        self._by_handle: dict[int, StoredObject] = {}
+        self._by_identity: dict[int, list[StoredObject]] = {}
+        self.parameters = StoredParameters(self._all)
         self.counts = Tally()
-        """Of objects, by their owners."""
+        """How many objects each owner has."""
         self.bytes = Tally()
-        """Of their tensors."""
+        """How many bytes of tensors each owner has."""
         self.optimizers: weakref.WeakSet[WorkerOptimizer] = weakref.WeakSet()
-        self.saved_optimizers: dict[str, dict[str, Any]] = {}
-        """What was restored at start of optimizers, until their trainers come back for it."""
-        self.are_saved = False
-        """Whether named objects are made again after a restart, so that it is kept how they were made."""
+        self.restored_optimizer_states: dict[str, dict[str, Any]] = {}
+        """The states of optimizers that were restored at start, until their trainers come back for them."""
+        self.needs_recipes = False
+        """Whether named objects are recreated after a restart, and so need their recipes."""
 
-    def keep(
-        self,
-        value: object,
-        *,
-        owner: int | None,
-        name: str = "",
-        permanent: bool = False,
-        allow_stale: bool = False,
-        recipe: Recipe | None = None,
-    ) -> HeldObject:
-        """Keeps an object. With a name it is everybody's; raises AlreadyExists if the name is taken."""
+    def add(self, value: object, owner: int | None, options: ObjectOptions = _NO_OPTIONS) -> StoredObject:
+        """Stores an object. Raises AlreadyExists if the name is taken."""
         with self._lock:
-            return self._keep(value, owner, name, permanent, allow_stale, recipe)
+            return self._add(value, owner, options)
 
-    def hand_out(
-        self,
-        value: object,
-        *,
-        owner: int | None,
-        name: str = "",
-        allow_stale: bool = False,
-        recipe: Recipe | None = None,
-    ) -> KeptResult:
-        """Keeps an object for a ref that will be sent, until whoever gets the ref lets go of it.
+    def issue_ref(self, value: object, owner: int | None, options: ObjectOptions = _NO_OPTIONS) -> IssuedRef:
+        """Stores an object for a ref that will be sent, until the receiver releases the ref.
 
-        All in one: an object that is kept already cannot go before its new ref does.
+        Adding and issuing are one operation, so that an object which is stored already cannot be dropped
+        between the two.
         """
         with self._lock:
-            return self._hand_out(self._keep(value, owner, name, False, allow_stale, recipe))
+            return self._issue(self._add(value, owner, options))
 
-    def hand_out_again(self, value: object, *, owner: int | None) -> KeptResult | None:
-        """The same for an object that somebody has already; None if nobody has."""
+    def issue_ref_if_stored(self, value: object, owner: int | None) -> IssuedRef | None:
+        """A ref to an object that is stored already; None if it is not."""
         with self._lock:
             if id(value) not in self._by_identity:
                 return None
-            # The requester's own from now on, too: it must not go with whoever got it first.
-            return self._hand_out(self._keep(value, owner))
+            # Added for this owner, too: the object must not be dropped with the client that had it first.
+            return self._issue(self._add(value, owner, _NO_OPTIONS))
 
-    def _hand_out(self, held: HeldObject) -> KeptResult:
-        """With the lock held."""
-        held.last_used = time.monotonic()
-        if held.name:
-            return KeptResult(held)  # it stays whoever lets go of it
-        # Not counted, as messages are: several peers release by numbers of their own.
+    def _issue(self, stored: StoredObject) -> IssuedRef:
+        """The caller holds the lock."""
+        stored.last_used = time.monotonic()
+        if stored.name:
+            return IssuedRef(stored)  # releasing it would not drop the object, so there is no handle
+        # Random, with the highest bit set, so that no handle equals the number of a message: both are
+        # released by the same requests, and each of the peers that serve these objects counts its own
+        # messages.
         handle = secrets.randbits(63) | 1 << 63
-        held.handles.add(handle)
-        self._handles[handle] = held
-        return KeptResult(held, handle)
+        stored.handles.add(handle)
+        self._by_handle[handle] = stored
+        return IssuedRef(stored, handle)
 
-    def _keep(
-        self,
-        value: object,
-        owner: int | None,
-        name: str = "",
-        permanent: bool = False,
-        allow_stale: bool = False,
-        recipe: Recipe | None = None,
-    ) -> HeldObject:
-        """With the lock held."""
-        if name and name in self._names:
+    def _add(self, value: object, owner: int | None, options: ObjectOptions) -> StoredObject:
+        """The caller holds the lock."""
+        name = options.name
+        if name and name in self._by_name:
             raise AlreadyExists(f"an object named {name!r} is there already")
         same = [] if is_data(value) else self._by_identity.get(id(value), [])
         for known in same:
             if not name and (known.name or known.owner == owner):
                 return known
-        held = HeldObject(
+        stored = StoredObject(
             self._new_number(),
             value,
             None if name else owner,
             name,
-            permanent,
-            allow_stale=allow_stale,
-            recipe=recipe,
-            locks=self._locks_of(value),
-            bytes=_tensor_bytes(value),
+            options.permanent,
+            options.allow_stale,
+            options.recipe,
+            locks=self.parameters.add(value),
+            bytes=tensor_bytes(value),
         )
-        self._held[held.number] = held
-        if not permanent:
-            self.counts.add(held.owner, 1)
-            self.bytes.add(held.owner, held.bytes)
+        self._by_number[stored.number] = stored
+        if not stored.permanent:
+            self.counts.add(stored.owner, 1)
+            self.bytes.add(stored.owner, stored.bytes)
         if not is_data(value):
-            # Named ones first: they are what others know it by.
-            self._by_identity[id(value)] = [held, *same] if name else [*same, held]
+            # Entries with a name come first: that is the name which clients know the object by.
+            self._by_identity[id(value)] = [stored, *same] if name else [*same, stored]
         if name:
-            self._names[name] = held
-        return held
+            self._by_name[name] = stored
+        return stored
 
-    def _locks_of(self, value: object) -> frozenset[ParameterLock]:
-        if not isinstance(value, torch.nn.Module):
-            return frozenset()
-        parameters = list(value.parameters())
-        new = ParameterLock()
-        for parameter in parameters:
-            self._locks.setdefault(parameter, new)
-        return frozenset(self._locks[parameter] for parameter in parameters)
-
-    @property
-    def has_prepared_steps(self) -> bool:
-        """Whether a trainer has yet to say what becomes of a step that was prepared."""
-        return any(optimizer.is_prepared for optimizer in list(self.optimizers))
-
-    def find(self, ref: value_pb2.RemoteRef) -> HeldObject:
-        """The object that a ref names."""
+    def resolve(self, ref: value_pb2.RemoteRef) -> StoredObject:
+        """The object that a ref names. Raises NotFound."""
         with self._lock:
-            held = self._names.get(ref.name) if ref.name else self._held.get(ref.ref)
-            if held is not None:
-                held.last_used = time.monotonic()
-        if held is None or (not ref.name and ref.peer.id not in self.peers):
-            what = f"object named {ref.name!r}" if ref.name else f"{ref.class_name or 'object'} {ref.ref}"
-            raise NotFound(
-                f"there is no {what} here: it was deleted, its lease ran out, or the worker was restarted"
+            stored = self._by_name.get(ref.name) if ref.name else self._by_number.get(ref.ref)
+            if stored is not None:
+                stored.last_used = time.monotonic()
+        if stored is None or (not ref.name and ref.peer.id not in self.peers):
+            described = (
+                f"object named {ref.name!r}" if ref.name else f"{ref.class_name or 'object'} {ref.ref}"
             )
-        return held
+            raise NotFound(
+                f"there is no {described} here: it was deleted, its lease ran out, or the worker restarted"
+            )
+        return stored
 
-    def of(self, value: object) -> HeldObject | None:
-        """The entry of an object, if it is kept."""
+    def find(self, value: object) -> StoredObject | None:
+        """The entry of an object; None if it is not stored."""
         if is_data(value):
             return None
         with self._lock:
             found = self._by_identity.get(id(value))
             return found[0] if found else None
 
-    def ref(self, kept: KeptResult, peer: int) -> value_pb2.RemoteRef:
-        """A ref to be sent by a peer: whoever gets it says to that one when it lets go of it."""
-        held = kept.held
+    def to_proto(self, issued: IssuedRef, peer: int) -> value_pb2.RemoteRef:
+        """The message for a ref that a peer sends. The receiver releases the ref at that peer."""
+        stored = issued.stored
         return value_pb2.RemoteRef(
             peer=value_pb2.PeerId(id=peer),
-            ref=held.number,
-            handle=kept.handle,
-            class_name=type(held.value).__name__,
-            name=held.name,
-            is_module=isinstance(held.value, torch.nn.Module),
-            methods=self._method_names(type(held.value)),
+            ref=stored.number,
+            handle=issued.handle,
+            class_name=type(stored.value).__name__,
+            name=stored.name,
+            is_module=isinstance(stored.value, torch.nn.Module),
+            methods=self._method_names(type(stored.value)),
         )
 
-    def in_use(self, held: HeldObject | None) -> InUse:
-        """While a call runs on an object. None: on none."""
-        return InUse(self._lock, held)
+    def in_use(self, stored: StoredObject | None) -> InUse:
+        """Around a call that runs on an object. None if the call runs on no object."""
+        return InUse(self._lock, stored)
 
-    def backward_through(self, leaves: Sequence[Node]) -> AbstractContextManager[object]:
-        """To be entered around a backward, of whose leaves some may be parameters of modules here.
-
-        Who ends it learns whether it took so long that parameters were changed meanwhile.
-        """
-        found = (self._locks.get(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
-        reading = self.access.reading(lock for lock in found if lock is not None)
-        return nullcontext() if reading is None else _not_overtaken(reading)
-
-    @contextmanager
-    def unchanging(self, values: Iterable[object]) -> Iterator[None]:
-        """No optimizer changes these objects meanwhile.
-
-        Waits for a step that is being made or prepared, but not for ever: its trainer may have stalled.
-        """
-        found = [held for held in map(self.of, values) if held is not None]
-        limit = current_scope().deadline
-        locks = frozenset(lock for held in found for lock in held.locks)
-        turn = self.access.turn(locks, time.monotonic() + _PATIENCE_SECONDS if limit is None else limit)
-        if turn is None:
-            names = ", ".join(held.name or type(held.value).__name__ for held in found[:5])
-            error = StepRefused(f"{names}: a trainer is about to step, and does not go on")
-            error.reason = "busy"
-            raise error
-        with turn:
-            yield
-
-    @contextmanager
-    def changing(self, values: Iterable[object]) -> Iterator[None]:
-        """The same for who changes them: nobody computes with them meanwhile, either."""
-        found = [held for held in map(self.of, values) if held is not None]
-        with self.unchanging(values), self.being_changed(found):
-            yield
-
-    @contextmanager
-    def stepping(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """For a served function that steps parameters, of which some may be those of modules here."""
-        locks = {lock for parameter in parameters if (lock := self._locks.get(parameter)) is not None}
+    def named(self) -> list[StoredObject]:
+        """All objects that have a name."""
         with self._lock:
-            found = [held for held in self._held.values() if not held.locks.isdisjoint(locks)]
-        # `.grad` only after the turn: whoever has the turn needs it to end that.
-        with self.unchanging([held.value for held in found]), borrowed_grad(parameters):
-            with self.being_changed(found):
-                yield
+            return list(self._by_name.values())
 
-    @contextmanager
-    def being_changed(self, changed: Sequence[HeldObject]) -> Iterator[None]:
-        """For who has the turn to change objects: nobody computes with their parameters meanwhile."""
-        lenient = [held for held in changed if held.allow_stale]
-        parameters = tuple(parameter for held in lenient for parameter in held.value.parameters())
-        with self.access.changing(frozenset(lock for held in changed for lock in held.locks)):
-            # A backward of an older forward then uses the new values: that is what was asked for.
-            try:
-                with preserving_versions(parameters) if parameters else nullcontext():
-                    yield
-            finally:
-                for held in changed:
-                    held.changes += 1
-                for lock in {lock for held in lenient for lock in held.locks}:
-                    lock.unversioned_changes += 1
-
-    def named(self) -> list[HeldObject]:
+    def _all(self) -> list[StoredObject]:
         with self._lock:
-            return list(self._names.values())
+            return list(self._by_number.values())
+
+    # -- optimizers
+
+    @property
+    def has_prepared_steps(self) -> bool:
+        """Whether a step was prepared that its trainer has neither committed nor given up."""
+        return any(optimizer.is_prepared for optimizer in list(self.optimizers))
 
     def live_optimizers(self) -> list[WorkerOptimizer]:
         """All optimizers whose trainers are still there."""
@@ -340,99 +204,87 @@ class ObjectStore:
             try:
                 return sorted(self.optimizers, key=lambda optimizer: optimizer.uid)
             except RuntimeError:
-                continue  # another one was made meanwhile
+                continue  # an optimizer was added during the iteration
 
-    def delete(self, held: HeldObject, requester: int) -> None:
-        """Lets go of an object for good, if the client that asks may do that."""
-        if held.permanent:
-            raise PermissionDenied(f"{held.name!r} is exposed by the worker itself and cannot be deleted")
-        if not held.name and held.owner != requester:
-            raise PermissionDenied(f"this {type(held.value).__name__} belongs to another client")
-        self._drop(lambda: [held])
+    # -- dropping
+
+    def delete(self, stored: StoredObject, requester: int) -> None:
+        """Drops an object for good. Raises PermissionDenied if the requester may not do that."""
+        if stored.permanent:
+            raise PermissionDenied(f"{stored.name!r} is exposed by the worker itself and cannot be deleted")
+        if not stored.name and stored.owner != requester:
+            raise PermissionDenied(f"this {type(stored.value).__name__} belongs to another client")
+        self._drop(lambda: [stored])
 
     def release(self, handles: Iterable[int]) -> None:
-        """A client lets go of refs. Those that it has let go of before make no difference."""
+        """Drops objects whose last ref is among these. Refs that were released before make no difference."""
 
-        def unused() -> Iterator[HeldObject]:
+        def without_refs() -> Iterator[StoredObject]:
             for handle in handles:
-                held = self._handles.pop(handle, None)
-                if held is not None:
-                    held.handles.discard(handle)
-                    if not held.handles:
-                        yield held
+                stored = self._by_handle.pop(handle, None)
+                if stored is not None:
+                    stored.handles.discard(handle)
+                    if not stored.handles:
+                        yield stored
 
-        self._drop(unused)
+        self._drop(without_refs)
 
     def drop_owner(self, peer: int) -> None:
-        self._drop(lambda: [held for held in self._held.values() if held.owner == peer])
+        """Drops all objects of a client that is gone."""
+        self._drop(lambda: [stored for stored in self._by_number.values() if stored.owner == peer])
 
     def keep_lease(self, seconds: float, is_linked: Callable[[int], bool]) -> None:
-        """From now on lets go of what `drop_unused` finds."""
+        """Calls `drop_unused` regularly from now on."""
         call_later(max(seconds / 4, 0.01), partial(_sweep, weakref.ref(self), seconds, is_linked))
 
     def drop_unused(self, seconds: float, is_linked: Callable[[int], bool]) -> None:
-        """Lets go of objects that were not used for so long, and whose clients cannot be seen to go."""
+        """Drops objects that were not used for `seconds` and whose clients have no link."""
         before = time.monotonic() - seconds
 
-        def unused() -> list[HeldObject]:
+        def unused() -> list[StoredObject]:
             return [
-                held
-                for held in self._held.values()
-                if held.owner is not None and not held.users and held.last_used < before
+                stored
+                for stored in self._by_number.values()
+                if stored.owner is not None and not stored.users and stored.last_used < before
             ]
 
         with self._lock:
-            owners = {held.owner for held in unused()}
+            owners = {stored.owner for stored in unused()}
         gone = {owner for owner in owners if owner is not None and not is_linked(owner)}
-        # Looked for again: some may have been used, or handed out, meanwhile.
-        self._drop(lambda: [held for held in unused() if held.owner in gone])
+        # Looked for again: an object may have been used, or a ref to it issued, while the lock was free.
+        self._drop(lambda: [stored for stored in unused() if stored.owner in gone])
 
-    def _drop(self, find: Callable[[], Iterable[HeldObject]]) -> None:
-        """Lets go of objects. What is found is gone when the lock is: nobody can be handed it any more."""
+    def _drop(self, find: Callable[[], Iterable[StoredObject]]) -> None:
+        """Drops the objects that `find` returns with the lock held, so that no ref is issued to them
+        later."""
         with self._lock:
-            unused = []
-            for held in [held for held in find() if self._held.pop(held.number, None) is not None]:
-                if not held.permanent:
-                    self.counts.add(held.owner, -1)
-                    self.bytes.add(held.owner, -held.bytes)
-                for handle in held.handles:
-                    self._handles.pop(handle, None)
-                others = [one for one in self._by_identity.pop(id(held.value), []) if one is not held]
-                if others:
-                    self._by_identity[id(held.value)] = others
+            dropped_values = []
+            for stored in [found for found in find() if self._by_number.pop(found.number, None) is not None]:
+                if not stored.permanent:
+                    self.counts.add(stored.owner, -1)
+                    self.bytes.add(stored.owner, -stored.bytes)
+                for handle in stored.handles:
+                    self._by_handle.pop(handle, None)
+                same = self._by_identity.pop(id(stored.value), [])
+                remaining = [other for other in same if other is not stored]
+                if remaining:
+                    self._by_identity[id(stored.value)] = remaining
                 else:
-                    unused.append(held.value)
-                if self._names.get(held.name) is held:
-                    del self._names[held.name]
-        for value in unused:
+                    dropped_values.append(stored.value)
+                if self._by_name.get(stored.name) is stored:
+                    del self._by_name[stored.name]
+        for value in dropped_values:
             close = getattr(value, "gradwire_close", None)
             if callable(close):
                 try:
                     close()
                 except Exception:
-                    # The others that go with it must go, too.
+                    # The other objects must be closed nevertheless.
                     log.exception("closing a %s failed", type(value).__name__)
 
 
-@contextmanager
-def _not_overtaken(reading: Reading) -> Iterator[None]:
-    with reading:
-        yield
-    if reading.is_overtaken:
-        raise StaleParameters(
-            "an optimizer step was made during this backward, since that took too long to wait for; run the "
-            "forward again"
-        )
-
-
-def _sweep(objects_ref: weakref.ref[ObjectStore], seconds: float, is_linked: Callable[[int], bool]) -> None:
-    objects = objects_ref()
-    if objects is not None:
-        objects.drop_unused(seconds, is_linked)
-        objects.keep_lease(seconds, is_linked)
-
-
-def _tensor_bytes(value: object) -> int:
-    if isinstance(value, torch.nn.Module):
-        return sum(map(nbytes, itertools.chain(value.parameters(), value.buffers())))
-    return nbytes(value) if isinstance(value, torch.Tensor) else 0
+def _sweep(store_ref: weakref.ref[ObjectStore], seconds: float, is_linked: Callable[[int], bool]) -> None:
+    store = store_ref()
+    if store is not None:
+        store.drop_unused(seconds, is_linked)
+        store.keep_lease(seconds, is_linked)

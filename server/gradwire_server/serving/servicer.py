@@ -1,12 +1,10 @@
-"""Answers questions: one implementation behind the Link and the unary methods."""
+"""The servicer: handles the requests of both the Link method and the unary methods."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -19,8 +17,8 @@ from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.runtime.scope import current_scope, entered
 from gradwire.transport import Handler, ServerCall, faults
 from gradwire_server.objects.registry import Registry
-from gradwire_server.serving.calling import CallRunner
-from gradwire_server.serving.execution import Slots
+from gradwire_server.serving.call_executor import CallExecutor
+from gradwire_server.serving.scheduler import CallScheduler
 
 __all__ = ["Servicer"]
 
@@ -28,68 +26,62 @@ log = logging.getLogger("gradwire.server")
 
 
 class Servicer:
-    """What a worker's peer does when it is asked."""
+    """Serves calls, Describe and Inspect in the name of one peer."""
 
-    def __init__(self, peer: LocalPeer, registry: Registry, slots: Slots, runner: CallRunner) -> None:
+    def __init__(
+        self, peer: LocalPeer, registry: Registry, scheduler: CallScheduler, executor: CallExecutor
+    ) -> None:
         self._peer = peer
         self._registry = registry
-        self._slots = slots
-        self._runner = runner
+        self._scheduler = scheduler
+        self._executor = executor
         self.draining = False
+        """Whether the worker is shutting down, and accepts no new calls."""
         self._methods: dict[int, Handler] = {
-            link_pb2.METHOD_FORWARD_WITH_AUTOGRAD: self._when_open(self._forward),
+            link_pb2.METHOD_FORWARD_WITH_AUTOGRAD: self._schedule_forward,
             link_pb2.METHOD_DESCRIBE: self._describe,
             link_pb2.METHOD_INSPECT: self._inspect,
         }
         self._started = time.monotonic()
-        self._answering: set[ServerCall] = set()
+        self._running_calls: set[ServerCall] = set()
 
     @property
     def name(self) -> str:
         return self._peer.identity.name
 
     def open(self) -> None:
-        """From now on the peer serves calls."""
+        """Serves from now on the requests that the peer gets."""
         self._peer.methods.update(self._methods)
 
     def close(self) -> None:
-        """The peer goes on without serving calls."""
+        """Serves no longer. The peer and its links stay."""
         for method in self._methods:
             self._peer.methods.pop(method, None)
 
-    def abandon(self) -> None:
+    def cancel_running_calls(self) -> None:
         """Cancels the calls that still run, over links that stay open."""
         error = Unavailable(f"{self.name} is shutting down, and the call took too long", worker=self.name)
-        for server_call in list(self._answering):
+        for server_call in list(self._running_calls):
             server_call.fail(faults.describe(error, self.name))
             server_call.cancel()
 
-    def _answer(
-        self,
-        server_call: ServerCall,
-        work: Callable[[ServerCall], None],
-        around_wait: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._answering.add(server_call)
+    def _schedule_forward(self, server_call: ServerCall) -> None:
+        """Has a call run on a thread of its own, unless the worker is shutting down."""
+        if self.draining and not _ends_prepared_step(server_call):
+            error = Unavailable(f"{self.name} is shutting down", worker=self.name)
+            server_call.fail(faults.describe(error, self.name))
+            return
+        client = 0 if server_call.link is None else server_call.link.peer.id
+        task = partial(self._run_forward, server_call, client)
+        self._scheduler.submit(task, client, may_run_inline=server_call.may_run_inline)
+
+    def _run_forward(self, server_call: ServerCall, client: int) -> None:
+        self._running_calls.add(server_call)
         try:
-            self._peer.serve(server_call, work, around_wait)
+            around_wait = partial(self._scheduler.slot_given_up, client)
+            self._peer.serve(server_call, self._forward, around_wait)
         finally:
-            self._answering.discard(server_call)
-
-    def _when_open(self, work: Callable[[ServerCall], None]) -> Callable[[ServerCall], None]:
-        """Hands work to a thread of its own, unless the worker is shutting down."""
-
-        def handle(server_call: ServerCall) -> None:
-            if self.draining and not _ends_what_was_begun(server_call):
-                error = Unavailable(f"{self.name} is shutting down", worker=self.name)
-                server_call.fail(faults.describe(error, self.name))
-            else:
-                client = 0 if server_call.link is None else server_call.link.peer.id
-                around_wait = partial(self._slots.yielded, client)
-                task = partial(self._answer, server_call, work, around_wait)
-                self._slots.submit(task, client, here=server_call.may_run_inline)
-
-        return handle
+            self._running_calls.discard(server_call)
 
     def _forward(self, server_call: ServerCall) -> None:
         request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
@@ -102,13 +94,13 @@ class Servicer:
         is_sent = False
         try:
             with entered(scope), applied_modes(request.modes), engine.container.in_use(context):
-                response, attachments = self._runner.run(request, server_call, context, handles)
+                response, attachments = self._executor.execute(request, server_call, context, handles)
             is_sent = engine.releases.respond(server_call, response, attachments)
         finally:
             if handles and not is_sent:
-                self._runner.release(handles)
+                self._executor.release(handles)
         if handles:
-            server_call.when_cancelled(lambda: self._runner.release(handles))
+            server_call.when_cancelled(lambda: self._executor.release(handles))
 
     def _describe(self, server_call: ServerCall) -> None:
         wire.parse(describe_pb2.DescribeRequest, server_call.request.body)
@@ -130,21 +122,21 @@ class Servicer:
         response = describe_pb2.InspectResponse(
             name=self.name,
             uptime_seconds=now - self._started,
-            calls=self._slots.unfinished,
+            calls=self._scheduler.unfinished,
             resident_bytes=_resident_bytes(),
         )
         for context in self._peer.engine.container.contexts():
             owner = clients.get(context.id.peer)
             gradients = context.gradients().values()
-            kept = self._peer.engine.container.results_of(context)
+            results = self._peer.engine.container.results_of(context)
             response.contexts.add(
                 id=str(context.id),
                 owner=owner.peer.name if owner is not None else "",
                 age_seconds=now - context.since,
-                results=len(kept),
+                results=len(results),
                 arguments=len(context.arguments),
                 gradients=len(gradients),
-                bytes=sum(result.bytes for result in kept) + sum(map(nbytes, gradients)),
+                bytes=sum(result.bytes for result in results) + sum(map(nbytes, gradients)),
             )
         for peer, link in clients.items():
             traffic = link.traffic
@@ -159,8 +151,9 @@ class Servicer:
         server_call.respond(response.SerializeToString())
 
 
-def _ends_what_was_begun(server_call: ServerCall) -> bool:
-    """Whether a call ends a step that was prepared: refusing it would leave others with half a step."""
+def _ends_prepared_step(server_call: ServerCall) -> bool:
+    """Whether a call ends a step that was prepared. Refusing it would leave other workers with half a
+    step."""
     try:
         request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
     except MalformedMessage:

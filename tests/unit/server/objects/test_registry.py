@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 
 import gradwire_server as gws
-from gradwire_server.objects.registry import Registry, exposed_in
+from gradwire_server.objects.exposing import exposed_in
+from gradwire_server.objects.registry import Registry
 
 Import = Callable[[str, str], ModuleType]
 
@@ -70,9 +71,9 @@ def test_a_module_that_is_loaded_again_is_served_as_it_is_now(load: Import) -> N
     assert before is not module.Layer
     registry = Registry([module])
     assert registry.names == ("Layer", "double", "half", "shared")
-    assert registry.find("double", "w").value(1) == 3
-    assert registry.find("half", "w").value(6) == 2
-    assert registry.served_class("Layer") is module.Layer
+    assert registry.function("double", "w").value(1) == 3
+    assert registry.function("half", "w").value(6) == 2
+    assert registry.exposed_class("Layer") is module.Layer
     assert registry.instances["shared"] is module.shared
     assert registry.types.type_of("Point") is module.Point
     assert [type_.name for type_ in registry.describe_types()] == ["Color", "Point"]
@@ -100,7 +101,7 @@ def test_a_running_worker_and_a_new_one_serve_what_they_were_made_with(notebook:
     for factor in (2, 3):
         exec(LAYERS.format(factor=factor), vars(notebook))
         registries.append(Registry([notebook.double]))
-    assert [registry.find("double", "w").value(1) for registry in registries] == [2, 3]
+    assert [registry.function("double", "w").value(1) for registry in registries] == [2, 3]
 
 
 def test_a_module_that_imported_the_old_definition_is_still_served(load: Import) -> None:
@@ -109,7 +110,7 @@ def test_a_module_that_imported_the_old_definition_is_still_served(load: Import)
     load("imported_layers", LAYERS.format(factor=3))
     assert [name for name, _ in exposed_in(app)] == ["Layer", "double"]
     for served in ([layers, app], [app, layers]):
-        assert Registry(served).find("double", "w").value(1) == 3
+        assert Registry(served).function("double", "w").value(1) == 3
 
 
 @pytest.mark.parametrize(

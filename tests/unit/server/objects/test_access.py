@@ -11,15 +11,15 @@ import pytest
 
 import gradwire_server.objects.access
 from gradwire.runtime.scope import waiting
-from gradwire_server.objects.access import Access, ParameterLock
+from gradwire_server.objects.access import ParameterAccess, ParameterLock
 
 ONE, OTHER = ParameterLock(), ParameterLock()
 FAR = 60.0
 
 
 @pytest.fixture
-def access() -> Access:
-    return Access()
+def access() -> ParameterAccess:
+    return ParameterAccess()
 
 
 @pytest.fixture
@@ -39,79 +39,79 @@ def soon() -> float:
     return time.monotonic() + FAR
 
 
-class TestTurns:
+class TestReservations:
     def test_come_in_the_order_in_which_they_were_asked_for(
-        self, access: Access, pool: ThreadPoolExecutor
+        self, access: ParameterAccess, pool: ThreadPoolExecutor
     ) -> None:
         served: list[int] = []
 
         def take(number: int) -> None:
-            turn = access.turn(frozenset([ONE]), soon())
-            assert turn is not None
-            with turn:
+            reservation = access.reserve(frozenset([ONE]), soon())
+            assert reservation is not None
+            with reservation:
                 served.append(number)
 
-        first = access.turn(frozenset([ONE]), soon())
+        first = access.reserve(frozenset([ONE]), soon())
         assert first is not None
         asked = []
         for number in range(6):
             asked.append(pool.submit(take, number))
-            until(lambda number=number: len(access._turns) == number + 1)
+            until(lambda number=number: len(access._reservation_queue) == number + 1)
         first.close()
         for one in asked:
             one.result(20)
         assert served == list(range(6))
 
-    def test_for_other_parameters_need_not_wait(self, access: Access) -> None:
-        first = access.turn(frozenset([ONE]), soon())
-        second = access.turn(frozenset([OTHER]), time.monotonic())
+    def test_for_other_parameters_need_not_wait(self, access: ParameterAccess) -> None:
+        first = access.reserve(frozenset([ONE]), soon())
+        second = access.reserve(frozenset([OTHER]), time.monotonic())
         assert first is not None
         assert second is not None
-        assert access.turn(frozenset([ONE, OTHER]), time.monotonic()) is None
+        assert access.reserve(frozenset([ONE, OTHER]), time.monotonic()) is None
 
     def test_who_needs_more_is_not_passed_by_those_who_need_less(
-        self, access: Access, pool: ThreadPoolExecutor
+        self, access: ParameterAccess, pool: ThreadPoolExecutor
     ) -> None:
-        first = access.turn(frozenset([ONE]), soon())
+        first = access.reserve(frozenset([ONE]), soon())
         assert first is not None
-        both = pool.submit(access.turn, frozenset([ONE, OTHER]), soon())
-        until(lambda: len(access._turns) == 1)
-        assert access.turn(frozenset([OTHER]), time.monotonic()) is None
+        both = pool.submit(access.reserve, frozenset([ONE, OTHER]), soon())
+        until(lambda: len(access._reservation_queue) == 1)
+        assert access.reserve(frozenset([OTHER]), time.monotonic()) is None
         first.close()
         assert both.result(20) is not None
 
     def test_a_place_is_kept_for_one_that_comes_again(
-        self, access: Access, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+        self, access: ParameterAccess, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.objects.access, "_KEPT_PLACE_SECONDS", FAR)
-        first = access.turn(frozenset([ONE]), soon())
+        monkeypatch.setattr(gradwire_server.objects.access, "_KEEP_PLACE_SECONDS", FAR)
+        first = access.reserve(frozenset([ONE]), soon())
         assert first is not None
-        assert access.turn(frozenset([ONE]), time.monotonic(), "early") is None
-        late = pool.submit(access.turn, frozenset([ONE]), soon(), "late")
-        until(lambda: len(access._turns) == 2)
+        assert access.reserve(frozenset([ONE]), time.monotonic(), "early") is None
+        late = pool.submit(access.reserve, frozenset([ONE]), soon(), "late")
+        until(lambda: len(access._reservation_queue) == 2)
         first.close()
         assert not late.done()
-        early = access.turn(frozenset([ONE]), time.monotonic(), "early")
+        early = access.reserve(frozenset([ONE]), time.monotonic(), "early")
         assert early is not None
         assert not late.done()
         early.close()
         assert late.result(20) is not None
 
     def test_a_place_of_one_that_does_not_come_again_is_given_up(
-        self, access: Access, monkeypatch: pytest.MonkeyPatch
+        self, access: ParameterAccess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.objects.access, "_KEPT_PLACE_SECONDS", 0.05)
-        first = access.turn(frozenset([ONE]), soon())
+        monkeypatch.setattr(gradwire_server.objects.access, "_KEEP_PLACE_SECONDS", 0.05)
+        first = access.reserve(frozenset([ONE]), soon())
         assert first is not None
-        assert access.turn(frozenset([ONE]), time.monotonic(), "gone") is None
+        assert access.reserve(frozenset([ONE]), time.monotonic(), "gone") is None
         first.close()
-        assert access.turn(frozenset([ONE]), soon(), "late") is not None
-        assert not access._turns
+        assert access.reserve(frozenset([ONE]), soon(), "late") is not None
+        assert not access._reservation_queue
 
 
-class TestReadingAndChanging:
+class TestReadsAndWrites:
     def test_any_number_read_at_once_and_a_change_is_alone(
-        self, access: Access, pool: ThreadPoolExecutor
+        self, access: ParameterAccess, pool: ThreadPoolExecutor
     ) -> None:
         lock = threading.Lock()
         readers, changers, most = 0, 0, 0
@@ -119,7 +119,7 @@ class TestReadingAndChanging:
         def read() -> None:
             nonlocal readers, most
             for _ in range(100):
-                with access.reading([ONE]) or pytest.fail("there is a lock"):
+                with access.read([ONE]) or pytest.fail("there is a lock"):
                     with lock:
                         readers += 1
                         most = max(most, readers)
@@ -131,9 +131,9 @@ class TestReadingAndChanging:
         def change() -> None:
             nonlocal changers
             for _ in range(100):
-                turn = access.turn(frozenset([ONE]), soon())
-                assert turn is not None
-                with turn, access.changing(frozenset([ONE])):
+                reservation = access.reserve(frozenset([ONE]), soon())
+                assert reservation is not None
+                with reservation, access.write(frozenset([ONE])):
                     changers += 1
                     assert changers == 1
                     assert not readers
@@ -143,85 +143,85 @@ class TestReadingAndChanging:
         for done in [pool.submit(read) for _ in range(4)] + [pool.submit(change) for _ in range(3)]:
             done.result(60)
         assert most > 1
-        assert not access._readings
-        assert not access._changes
+        assert not access._reads
+        assert not access._writes
 
     def test_one_that_waits_for_another_process_lets_changes_be_made(
-        self, access: Access, pool: ThreadPoolExecutor
+        self, access: ParameterAccess, pool: ThreadPoolExecutor
     ) -> None:
         def change() -> None:
-            with access.changing(frozenset([ONE])):
+            with access.write(frozenset([ONE])):
                 pass
 
-        reading = access.reading([ONE])
+        reading = access.read([ONE])
         assert reading is not None
         with reading:
             waiting(lambda: pool.submit(change).result(20))
-            assert reading in access._readings
+            assert reading in access._reads
         assert not reading.is_overtaken
 
     def test_one_within_another_does_not_wait_for_a_change_that_waits_for_the_other(
-        self, access: Access, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+        self, access: ParameterAccess, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gradwire_server.objects.access, "_GIVE_WAY_SECONDS", FAR)
+        monkeypatch.setattr(gradwire_server.objects.access, "_YIELD_TO_WRITE_SECONDS", FAR)
 
         def change() -> None:
-            with access.changing(frozenset([ONE, OTHER])):
+            with access.write(frozenset([ONE, OTHER])):
                 pass
 
-        outer, inner = access.reading([ONE]), access.reading([OTHER])
+        outer, inner = access.read([ONE]), access.read([OTHER])
         assert outer is not None
         assert inner is not None
         with outer:
             changing = pool.submit(change)
-            until(lambda: access._changes)
+            until(lambda: access._writes)
             with inner:
                 assert not changing.done()
                 # Both are let go of in a wait, and are there again after it.
                 waiting(lambda: changing.result(20))
-                assert access._readings == {outer, inner}
+                assert access._reads == {outer, inner}
         assert not outer.is_overtaken
         assert not inner.is_overtaken
 
     def test_one_that_another_waits_for_goes_ahead_of_a_change(
-        self, access: Access, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+        self, access: ParameterAccess, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As in a module of a user that gathers several calls to compute them at once."""
-        monkeypatch.setattr(gradwire_server.objects.access, "_GIVE_WAY_SECONDS", 0.05)
+        monkeypatch.setattr(gradwire_server.objects.access, "_YIELD_TO_WRITE_SECONDS", 0.05)
 
         def read() -> None:
-            with access.reading([ONE]) or pytest.fail("there is a lock"):
+            with access.read([ONE]) or pytest.fail("there is a lock"):
                 pass
 
         def change() -> None:
-            with access.changing(frozenset([ONE])):
+            with access.write(frozenset([ONE])):
                 pass
 
-        reading = access.reading([ONE])
+        reading = access.read([ONE])
         assert reading is not None
         with reading:
             changing = pool.submit(change)
-            until(lambda: access._changes)
+            until(lambda: access._writes)
             pool.submit(read).result(20)
             assert not changing.done()
         changing.result(20)
         assert not reading.is_overtaken
 
     def test_changes_do_not_starve_where_somebody_always_reads(
-        self, access: Access, pool: ThreadPoolExecutor
+        self, access: ParameterAccess, pool: ThreadPoolExecutor
     ) -> None:
         made = threading.Event()
 
         def read() -> None:
             while not made.is_set():
-                with access.reading([ONE]) or pytest.fail("there is a lock"):
+                with access.read([ONE]) or pytest.fail("there is a lock"):
                     time.sleep(0.001)
 
         reading = [pool.submit(read) for _ in range(5)]
-        until(lambda: len(access._readings) > 1)
+        until(lambda: len(access._reads) > 1)
         try:
             for _ in range(20):
-                with access.changing(frozenset([ONE])):
+                with access.write(frozenset([ONE])):
                     pass
         finally:
             made.set()

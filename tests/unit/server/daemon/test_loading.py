@@ -10,7 +10,7 @@ import pytest
 
 from gradwire_server.daemon.loading import load, load_all, use_working_directory
 from gradwire_server.errors import LoadFailed, NothingExposed
-from gradwire_server.objects.registry import exposed_in
+from gradwire_server.objects.exposing import exposed_in
 
 Write = Callable[[str, str], None]
 
