@@ -21,7 +21,6 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 SOMETIMES = {
     *("GrpcLink.connect", "Registry.method", "Segments.name", "Segments.reached_by"),
     *("Gathering.add", "hooks.run_waiting_hooks", "scope.cancel_with_caller"),
-    "Servicer._when_open",
 }
 """What a plain call and its backward do not need, or need earlier for another reason."""
 SECONDS = 60.0
