@@ -212,12 +212,13 @@ version_of: Callable[[torch.Tensor], int] = _attribute("torch.Tensor._version")
 """Grows with every write in place to the tensor or to a view of it. Raises RuntimeError for a tensor of
 inference mode."""
 
-_storage_address: Callable[[Any], int] = _attribute("torch.UntypedStorage._cdata")
+_find("torch.UntypedStorage._cdata")
 
 
 def storage_id(tensor: torch.Tensor) -> int:
     """The same for tensors over the same storage, another for any other storage that is alive."""
-    return _storage_address(tensor.untyped_storage())
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 preserving_versions: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = _find(

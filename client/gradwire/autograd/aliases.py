@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from gradwire.torch_internals import storage_id
+
 __all__ = ["share_history"]
 
 
@@ -20,7 +22,7 @@ def share_history(tensors: list[torch.Tensor], slots: Sequence[int]) -> None:
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes:
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+            groups.setdefault(storage_id(tensor), []).append(index)
     chosen = set(slots)
     for group in groups.values():
         differentiable = [index for index in group if index in chosen]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
 from gradwire.autograd.gradients import elements_of
 from gradwire.autograd.graph import ANCHOR, Root, is_leaf_node, leaf_of, nodes_from
 from gradwire.autograd.graph_tasks import RUN_MARKER, RUN_MARKER_GRADIENT, BackwardRun, running
+from gradwire.torch_internals import engine_run_backward, forward_traceback, storage_id
 
 __all__ = ["backward_into_grad", "backward_to_leaves"]
 
@@ -37,7 +37,7 @@ def backward_to_leaves(
             run.check_fresh()
             if run.requester is not None:
                 # What torch.autograd.grad comes down to for gradients that are known to fit.
-                found = _engine_run_backward(
+                found = engine_run_backward(
                     marked,
                     with_marker,
                     run.retain_graph,
@@ -99,8 +99,7 @@ def _unshared(gradient: torch.Tensor, shared: set[int]) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    address: int = elements_of(tensor).untyped_storage()._cdata
-    return address
+    return storage_id(elements_of(tensor))
 
 
 def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:
@@ -112,9 +111,7 @@ def _explain_anomaly(error: RuntimeError, roots: Sequence[Root]) -> None:
     if failed is None:
         return
     for node in nodes_from(roots):
-        # torch declares metadata as a method; it is a dict.
-        metadata: Any = node.metadata
-        lines = metadata.get("traceback_") if node.name() == failed.group(1) else None
+        lines = forward_traceback(node) if node.name() == failed.group(1) else None
         if lines:
             # Into the message, not a note: notes stay in the process that raises.
             where = f"Traceback of the forward call that caused the error:\n{''.join(lines)}"

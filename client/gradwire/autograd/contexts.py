@@ -19,6 +19,7 @@ from gradwire.autograd.kept_state.remote_segments import RemoteSegment
 from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.errors import NotFound, StepRefused
 from gradwire.system.accounting import InUse, Tally
+from gradwire.torch_internals import version_of
 from gradwire.transport.base import Link
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
@@ -63,7 +64,7 @@ class DistAutogradContext:
                 return False
             so_far = self._gradients.get(leaf)  # type: ignore[no-untyped-call]
             self._gradients[leaf] = gradient if so_far is None else added(so_far, gradient)
-            if self._handed_out.data and leaf in self._handed_out:
+            if self._handed_out and leaf in self._handed_out:
                 version, _ = self._handed_out[leaf]
                 self._handed_out[leaf] = version, True
             return True
@@ -86,8 +87,8 @@ class DistAutogradContext:
         with self._lock:
             found = dict(self._gradients)
             for leaf in found:
-                version, has_grown = self._handed_out.get(leaf, (leaf._version, False))  # type: ignore[no-untyped-call]
-                if has_grown and leaf._version != version:
+                version, has_grown = self._handed_out.get(leaf, (version_of(leaf), False))  # type: ignore[no-untyped-call]
+                if has_grown and version_of(leaf) != version:
                     refused = StepRefused(
                         f"the gradient of a tensor of shape {tuple(leaf.shape)} was handed out before, and "
                         "the tensor was changed since; now it is the sum of that gradient and later ones. "
@@ -97,7 +98,7 @@ class DistAutogradContext:
                     refused.reason = "error"
                     raise refused
             for leaf in found:
-                self._handed_out[leaf] = leaf._version, False
+                self._handed_out[leaf] = version_of(leaf), False
             return found
 
     def take_gradients(self, leaves: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:

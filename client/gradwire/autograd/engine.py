@@ -25,6 +25,7 @@ from gradwire.autograd.passes import Passes, new_id
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.autograd.releases import Releases
 from gradwire.errors import WorkerLost
+from gradwire.torch_internals import post_accumulate_grad_hooks
 from gradwire.transport.base import Link
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
@@ -80,7 +81,7 @@ class DistEngine:
             context.peers.add(run.requester)
         # What still runs of a backward that failed no longer counts once its caller has gone on.
         is_added = context.accumulate(leaf, gradient, unless=partial(self.passes.is_over, run.pass_id))
-        if is_added and leaf._post_accumulate_grad_hooks:
+        if is_added and post_accumulate_grad_hooks(leaf):
             self.passes.hooks.add_leaf(run.pass_id, into, leaf)
 
     def link_to(self, received: ReceivedTensors) -> Link:

@@ -12,6 +12,7 @@ from gradwire import wire
 from gradwire.autograd.feedback import GradientCodecs
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
+from gradwire.torch_internals import coo_values
 from gradwire.wire.ids import AutogradMessageId
 
 __all__ = [
@@ -64,7 +65,7 @@ def elements_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor; of a sparse tensor, those that it has."""
     if tensor.layout is torch.strided:
         return tensor
-    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return coo_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from gradwire.torch_internals import apply_function, node_class, will_engine_execute_node
+
 __all__ = [
     "ANCHOR",
     "TOKEN",
@@ -46,7 +48,7 @@ _LEAF_NODE = type(_ANCHOR_NODE)
 def wants_all_leaves() -> bool:
     """Whether the graph task that runs now is a plain backward(), not torch.autograd.grad or
     backward(inputs=...)."""
-    return torch._C._will_engine_execute_node(_ANCHOR_NODE)
+    return will_engine_execute_node(_ANCHOR_NODE)
 
 
 def is_leaf_node(node: object) -> bool:
@@ -70,14 +72,11 @@ _token_nodes: set[type] = set()
 
 def gives_token(function: type[_Function]) -> type[_Function]:
     """Decorates a function whose output is a token."""
-    _token_nodes.add(function._backward_cls)
+    _token_nodes.add(node_class(function))
     return function
 
 
-def apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    """What `function.apply` comes down to for tensors that torch.func has not wrapped. No others travel."""
-    native: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return native(*args)
+apply = apply_function  # tensors that torch.func has wrapped do not travel
 
 
 class _Owner(torch.autograd.Function):

@@ -21,7 +21,16 @@ from gradwire.autograd.kept_state.gathering import Gatherings
 from gradwire.autograd.kept_state.remote_segments import arguments_behind
 from gradwire.autograd.propagating import Batch, Propagation, propagate
 from gradwire.autograd.records import ReceivedTensors, SentArguments
-from gradwire.runtime.context_vars import unstash
+from gradwire.torch_internals import (
+    current_graph_task_id,
+    graph_task_keeps_graph,
+    is_stashed,
+    queue_callback,
+    stash,
+    stashed,
+    unstash,
+    will_engine_execute_node,
+)
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
@@ -103,14 +112,14 @@ class running:
         self._run = run
 
     def __enter__(self) -> None:
-        self._before = torch._C._get_obj_in_tls(_RUN_KEY) if torch._C._is_key_in_tls(_RUN_KEY) else None
-        torch._C._stash_obj_in_tls(_RUN_KEY, self._run)
+        self._before = stashed(_RUN_KEY) if is_stashed(_RUN_KEY) else None
+        stash(_RUN_KEY, self._run)
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
             unstash(_RUN_KEY)
         else:
-            torch._C._stash_obj_in_tls(_RUN_KEY, self._before)
+            stash(_RUN_KEY, self._before)
 
 
 def current_run() -> BackwardRun | None:
@@ -119,9 +128,9 @@ def current_run() -> BackwardRun | None:
     Code that runs in backward may start graph tasks of its own, to which torch hands on what is said of the
     run: they are not part of it. Those that are have the marker among their nodes.
     """
-    if not torch._C._is_key_in_tls(_RUN_KEY) or not torch._C._will_engine_execute_node(RUN_MARKER.node):
+    if not is_stashed(_RUN_KEY) or not will_engine_execute_node(RUN_MARKER.node):
         return None
-    run: BackwardRun | None = torch._C._get_obj_in_tls(_RUN_KEY)
+    run: BackwardRun | None = stashed(_RUN_KEY)
     return run
 
 
@@ -137,8 +146,7 @@ class GraphTaskState:
         self.run = run
         self.collect_leaves = run.collect_leaves if run is not None else wants_all_leaves()
         self.create_graph = torch.is_grad_enabled()
-        keeps: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-        self.retain_graph = run.retain_graph if run is not None else keeps()
+        self.retain_graph = run.retain_graph if run is not None else graph_task_keeps_graph()
         self._pass_id = run.pass_id if run is not None else None
         self._started_at: DistEngine | None = None
         """The peer's engine that started the pass, if it started with this very graph task."""
@@ -279,7 +287,7 @@ _tasks_lock = threading.Lock()
 
 def current_task() -> GraphTaskState:
     """The state of the graph task that runs now, for a recv node in it."""
-    id = torch._C._current_graph_task_id()
+    id = current_graph_task_id()
     task = _tasks.get(id)
     if task is None:
         # The nodes of a graph task run on several threads if they are on several devices.
@@ -287,7 +295,7 @@ def current_task() -> GraphTaskState:
             task = _tasks.get(id)
             if task is None:
                 task = _tasks[id] = GraphTaskState(id, current_run())
-                torch.autograd.Variable._execution_engine.queue_callback(task.finish)
+                queue_callback(task.finish)
     return task
 
 

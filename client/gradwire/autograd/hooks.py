@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.autograd.borrowed_grad import borrowed_grad
 from gradwire.autograd.propagating import Propagation, tell_pass_ended
+from gradwire.torch_internals import post_accumulate_grad_hooks
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _run_hooks(leaf: torch.Tensor, context: DistAutogradContext) -> None:
     with borrowed_grad([leaf]):
         leaf.grad = context.take_gradient(leaf)
         try:
-            for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+            for hook in list((post_accumulate_grad_hooks(leaf) or {}).values()):
                 with torch.no_grad():
                     hook(leaf)
         finally:

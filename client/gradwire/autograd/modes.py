@@ -10,6 +10,7 @@ import torch
 
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.runtime.scope import current_scope
+from gradwire.torch_internals import is_any_autocast_enabled, set_grad_enabled
 
 __all__ = ["anomaly_is_wanted", "applied", "capture", "detecting_anomaly"]
 
@@ -60,7 +61,7 @@ def capture() -> autograd_pb2.Modes | None:
     """What differs from torch's defaults here and now; None if nothing does."""
     no_grad = not torch.is_grad_enabled()
     anomaly = anomaly_is_wanted()
-    if not (no_grad or anomaly or torch._C._is_any_autocast_enabled()):
+    if not (no_grad or anomaly or is_any_autocast_enabled()):
         return None
     autocast = [
         autograd_pb2.Autocast(
@@ -90,7 +91,7 @@ class applied:
     def __enter__(self) -> None:
         # Set even if it is the default: an earlier function may have left this thread in another mode.
         self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(not self._modes.no_grad)
+        set_grad_enabled(not self._modes.no_grad)
         self._stack: ExitStack | None = None
         if self._modes.ByteSize():
             self._stack = ExitStack()
@@ -110,4 +111,4 @@ class applied:
     def __exit__(self, *error: Any) -> None:
         if self._stack is not None:
             self._stack.__exit__(*error)
-        torch._C._set_grad_enabled(self._before)
+        set_grad_enabled(self._before)

@@ -36,6 +36,7 @@ from gradwire.autograd.graph_tasks import current_run, current_task, find_task
 from gradwire.autograd.kept_state import remote_segments
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.proto.v1 import autograd_pb2
+from gradwire.torch_internals import current_graph_task_id, set_sequence_number
 from gradwire.transport.base import Link
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
 
@@ -76,7 +77,7 @@ def add_send(sent: SentArguments, tensors: Sequence[torch.Tensor]) -> None:
     token = apply(SendRpc, sent, *tensors)
     # The engine prefers high numbers: a send node waits, so everything else that can run, runs first. All but
     # the barriers of a suspended backward, which have 0.
-    token.grad_fn._set_sequence_nr(1)
+    set_sequence_number(token.grad_fn, 1)
     sent.token = token
 
 
@@ -175,7 +176,7 @@ class SendRpc(torch.autograd.Function):
         sent: SentArguments | None = ctx.sent()
         if sent is None or token_gradient[0] is None:
             return None, *[None] * ctx.arity
-        return None, *collect(sent, torch._C._current_graph_task_id())
+        return None, *collect(sent, current_graph_task_id())
 
 
 class RecvRpc(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradwire.torch_internals import is_stashed, stash, stashed, unstash
 
-__all__ = ["CarriedVar", "unstash"]
+__all__ = ["CarriedVar"]
 
 T = TypeVar("T")
 _UNSET: Any = object()

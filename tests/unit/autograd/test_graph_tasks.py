@@ -26,14 +26,11 @@ def test_threads_of_one_graph_task_share_one_record(monkeypatch: pytest.MonkeyPa
             pass  # the other thread waits for this one, as it should
         return True
 
-    class Engine:
-        queue_callback = staticmethod(callbacks.append)
-
     monkeypatch.setattr(graph_tasks, "current_run", lambda: None)
     monkeypatch.setattr(graph_tasks, "wants_all_leaves", all_leaves_wanted)
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 77)
-    monkeypatch.setattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
+    monkeypatch.setattr(graph_tasks, "current_graph_task_id", lambda: 77)
+    monkeypatch.setattr(graph_tasks, "graph_task_keeps_graph", lambda: True)
+    monkeypatch.setattr(graph_tasks, "queue_callback", callbacks.append)
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: graph_tasks.current_task(), range(2))
     assert one is other

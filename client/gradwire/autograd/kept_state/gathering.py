@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
 from gradwire.autograd.gradients import Gradients
 from gradwire.autograd.kept_state.remote_segments import Group, RemoteSuspension
 from gradwire.autograd.propagating import Batch, Item, Propagation
 from gradwire.autograd.records import ReceivedTensors
+from gradwire.torch_internals import will_engine_execute_node
 
 if TYPE_CHECKING:
     from gradwire.autograd.graph_tasks import GraphTaskState
@@ -142,4 +141,4 @@ def _will_run(received: ReceivedTensors) -> bool:
     if received.is_freed:
         return False  # its recv node may run, but without a gradient, and the worker has let go of it
     node = None if received.node is None else received.node()
-    return node is not None and torch._C._will_engine_execute_node(node)
+    return node is not None and will_engine_execute_node(node)

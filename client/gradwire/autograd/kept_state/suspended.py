@@ -28,6 +28,13 @@ from gradwire.errors import Cancelled
 from gradwire.proto.v1 import link_pb2
 from gradwire.runtime.scope import waiting
 from gradwire.system.threads import computing
+from gradwire.torch_internals import (
+    current_graph_task_id,
+    input_metadata,
+    node_class,
+    sequence_number,
+    set_sequence_number,
+)
 from gradwire.transport.base import Payload, Sendable, ServerCall
 from gradwire.wire.ids import AutogradMessageId
 
@@ -91,7 +98,7 @@ def chain_barriers(results: Sequence[SentResults]) -> torch.Tensor | None:
             if sent.injector is None:
                 return None
             barrier = Barrier.apply(sent.id, sent.injector, *tokens)  # type: ignore[no-untyped-call]
-            barrier.grad_fn._set_sequence_nr(0)
+            set_sequence_number(barrier.grad_fn, 0)
             tokens = [barrier]
     (root,) = tokens
     return root if _runs_on_one_thread(root) else None
@@ -105,9 +112,9 @@ def _runs_on_one_thread(root: torch.Tensor) -> bool:
     accelerated = torch.accelerator.is_available()
     for node in nodes_from([root]):
         # The first node that a thread makes has number 0, too.
-        if node._sequence_nr() == 0 and not isinstance(node, Barrier._backward_cls):
-            node._set_sequence_nr(1)  # type: ignore[attr-defined]
-        if accelerated and any(made.device.type != "cpu" for made in node._input_metadata):
+        if sequence_number(node) == 0 and not isinstance(node, node_class(Barrier)):
+            set_sequence_number(node, 1)
+        if accelerated and any(made.device.type != "cpu" for made in input_metadata(node)):
             return False
     return True
 
@@ -211,7 +218,7 @@ class SuspendedBackward:
         """Waits until the gradient of a result has come, or does not come any more."""
         if self._has_come(id):
             return
-        task = find_task(torch._C._current_graph_task_id())
+        task = find_task(current_graph_task_id())
         if task is not None:
             task.settle()
         self._run.check_fresh()
