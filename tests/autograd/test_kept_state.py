@@ -472,7 +472,7 @@ def test_workers_are_asked_at_the_same_time(local_trio: tuple[Both, dict[str, gw
 
 
 def kept_by(worker: gws.Worker) -> torch.Tensor:
-    place: Any = worker._registry.find("recur", "").value.__self__
+    place: Any = worker._registry.function("recur", "").value.__self__
     kept: torch.Tensor = place.kept[""]
     return kept
 
