@@ -1,4 +1,5 @@
-"""The worker: a daemon, or a part of any program, that serves functions to gradwire's clients."""
+"""The worker, as a daemon or inside any program: serves functions, classes and modules to gradwire's
+clients."""
 
 import importlib as _importlib
 import typing as _typing
@@ -19,7 +20,8 @@ else:
     _LOADED_WHEN_USED = {"Worker": "gradwire_server.worker", "expose": "gradwire_server.objects.exposing"}
 
     def __getattr__(name: str) -> object:
-        """Loads what needs torch when it is first used: `gradwire-server --help` uses nothing of it."""
+        """Imports the names that need torch when they are first used: `gradwire-server --help` uses none of
+        them."""
         if name not in _LOADED_WHEN_USED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(_importlib.import_module(_LOADED_WHEN_USED[name]), name)

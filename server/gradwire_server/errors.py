@@ -10,7 +10,8 @@
         ├── ConfigError             6   the config file cannot be used
         └── StateError              7   the state directory cannot be used
 
-The daemon prints their message as one line and exits with their `exit_code`. Usage errors exit with 2.
+The daemon prints the message of such an error as one line and exits with its `exit_code`. Usage errors exit
+with 2.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class DaemonError(GradwireError):
     """A worker cannot serve."""
 
     exit_code: int = 1
-    """What the daemon exits with."""
+    """The exit code of the daemon."""
 
 
 class BindFailed(DaemonError):
@@ -38,27 +39,28 @@ class BindFailed(DaemonError):
 
 
 class LoadFailed(DaemonError):
-    """A module raised while it was imported, does not exist, or lacks the object asked for."""
+    """A module does not exist, raised while it was imported, or lacks the object that is to be served."""
 
     exit_code = 4
 
 
 class NothingExposed(DaemonError):
-    """What was given to serve exposes nothing."""
+    """The modules to serve expose nothing."""
 
     exit_code = 5
 
 
 class ConfigError(DaemonError):
-    """The config file does not exist, is no TOML, or has a key or value that means nothing."""
+    """The config file does not exist, is no TOML, or has an unknown key or a wrong value."""
 
     exit_code = 6
 
 
 class StateError(DaemonError):
-    """The state directory is in use, damaged, not writable, or of other modules than those served.
+    """The state directory is in use, damaged or not writable, or was saved by a worker that served other
+    modules.
 
-    At the end: the last save failed. What was saved before it is unharmed.
+    When a worker stops: its last save failed. The save before that is unharmed.
     """
 
     exit_code = 7

@@ -1,7 +1,7 @@
 """Asks a worker's gRPC health service whether it serves: `python -m gradwire_server.health HOST:PORT`.
 
-For container health checks and scripts, so it does without the seconds that loading torch takes. The exit
-status is 0 if the answer is SERVING, else 1.
+For container health checks and scripts. It does not load torch, which takes seconds. The exit status is 0 if
+the response is SERVING, else 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["check", "main"]
 
 
 def check(address: str, timeout: float = 3.0) -> str:
-    """The worker's answer, as the name of a serving status. Raises `grpc.RpcError` if none comes in time."""
+    """The name of the worker's serving status. Raises `grpc.RpcError` if no response comes in time."""
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest()
         response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m gradwire_server.health", description="Ask whether a worker serves."
     )
     parser.add_argument("address", metavar="HOST:PORT")
-    parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the answer (3)")
+    parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the response (3)")
     options = parser.parse_args(argv)
     try:
         status = check(options.address, options.timeout)

@@ -5,37 +5,26 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import Annotated
 
 import typer
 
 import gradwire
 from gradwire import __version__
 from gradwire_server.daemon import config, logs
+from gradwire_server.daemon.options import checked, option, size_option, use_config
+from gradwire_server.daemon.shutdown import Signals, exit_after
 from gradwire_server.errors import DaemonError, LoadFailed
 from gradwire_server.serving.limits import HoldLimits
-
-if TYPE_CHECKING:
-    from gradwire_server.worker import Worker
 
 __all__ = ["app", "main"]
 
 _log = logging.getLogger("gradwire.server")
 
-_T = TypeVar("_T")
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 _EXIT_SECONDS = 4.0
-"""What is left after the grace period to say goodbye, end threads and run exit handlers."""
-_FLUSH_SECONDS = 1.0
-"""How long handlers of the log, which user code may have added, have to write what they keep back."""
+"""How long the daemon has after the grace period to say goodbye, end its threads and run exit handlers."""
 
 _HELP = (
     "Serve what Python modules expose.\n\n"
@@ -88,52 +77,6 @@ def _root(
     pass
 
 
-def _checked(check: Callable[[object], _T]) -> Callable[[object], _T]:
-    """A check of `config` as a parser of the command line, where what is wrong is a usage error."""
-
-    def parse(value: object) -> _T:
-        try:
-            return check(value)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return parse
-
-
-def _use_config(context: typer.Context, path: Path | None) -> Path | None:
-    # Eager, so that it runs before the other options look for their defaults.
-    if path is not None and not context.resilient_parsing:
-        context.default_map = config.read_config(path)
-    return path
-
-
-def _option(
-    setting: str,
-    help: str,
-    check: Callable[[object], object] | None = None,
-    metavar: str = "",
-    *,
-    show_default: bool = True,
-) -> Any:
-    """An option with the setting's name as flag and as environment variable."""
-    flag = f"--{setting}/--no-{setting}" if check is None else f"--{setting}"
-    return typer.Option(
-        flag,
-        envvar=config.environment_variable(setting),
-        help=help,
-        show_envvar=False,  # the epilog has the rule; a line for each would double the page
-        metavar=metavar,
-        parser=None if check is None else _checked(check),
-        show_default=show_default,
-    )
-
-
-def _size_option(setting: str, help: str, default: int) -> Any:
-    """An option for a number of bytes."""
-    shown = f"{help}  [default: {config.shown_size(default)}]"
-    return _option(setting, shown, config.byte_size, "SIZE", show_default=False)
-
-
 @app.command(help=_HELP, epilog=_EPILOG)
 def serve(
     modules: Annotated[
@@ -141,7 +84,7 @@ def serve(
         typer.Argument(
             metavar="MODULE[:OBJECT]",
             envvar=config.environment_variable("modules"),
-            parser=_checked(config.module_spec),
+            parser=checked(config.module_spec),
             help="What to serve: whole modules, or single objects of them.",
             show_default=False,
             show_envvar=False,
@@ -149,16 +92,16 @@ def serve(
     ],
     expose_instance: Annotated[
         list[str],
-        _option(
+        option(
             "expose-instance",
-            "An object to share by name, under its own or another one; repeatable.",
+            "An object to share by name, under its own name or another; repeatable.",
             config.instance_spec,
             "MODULE:OBJECT[=NAME]",
         ),
     ] = [],  # noqa: B006 - typer copies it
     bind: Annotated[
         list[str],
-        _option(
+        option(
             "bind",
             "Address to listen on: HOST:PORT or unix:PATH; repeatable. Port 0 takes a free one.",
             config.bind_address,
@@ -167,7 +110,7 @@ def serve(
     ] = ["127.0.0.1:50051"],  # noqa: B006 - typer copies it
     name: Annotated[
         str | None,
-        _option(
+        option(
             "name",
             "What the worker is called in logs and errors. Default: made from the host's name.",
             config.worker_name,
@@ -176,7 +119,7 @@ def serve(
     ] = None,
     threads: Annotated[
         int,
-        _option(
+        option(
             "threads",
             "Calls of other processes that run at a time; nested calls are not counted.",
             config.positive_integer,
@@ -185,7 +128,7 @@ def serve(
     ] = 64,
     threads_per_client: Annotated[
         int | None,
-        _option(
+        option(
             "threads-per-client",
             "Of those, calls of one client. Default: all of them.",
             config.positive_integer,
@@ -194,16 +137,16 @@ def serve(
     ] = None,
     max_queued_calls: Annotated[
         int,
-        _option(
+        option(
             "max-queued-calls",
-            "Calls that may wait for a thread; further ones are told to come again.",
+            "Calls that may wait for a thread; further calls are refused, with a hint when to retry.",
             config.positive_integer,
             "INTEGER",
         ),
     ] = 10_000,
     max_queued_calls_per_client: Annotated[
         int,
-        _option(
+        option(
             "max-queued-calls-per-client",
             "Of those, calls of one client.",
             config.positive_integer,
@@ -212,7 +155,7 @@ def serve(
     ] = 2_000,
     torch_threads: Annotated[
         int | None,
-        _option(
+        option(
             "torch-threads",
             "Threads of one torch operation. Default: torch's own, the number of cores.",
             config.positive_integer,
@@ -221,16 +164,16 @@ def serve(
     ] = None,
     lease: Annotated[
         float,
-        _option(
+        option(
             "lease",
-            "How long to keep what a client holds here after its link broke.",
+            "How long to keep the objects and contexts of a client after its link broke.",
             config.positive_seconds,
             "SECONDS",
         ),
     ] = 30.0,
     lost_after: Annotated[
         float,
-        _option(
+        option(
             "lost-after",
             "How long another process may be out of reach before it counts as lost.",
             config.positive_seconds,
@@ -239,20 +182,20 @@ def serve(
     ] = 10.0,
     grace: Annotated[
         float,
-        _option(
+        option(
             "grace", "How long calls in flight may take to finish on shutdown.", config.seconds, "SECONDS"
         ),
     ] = 10.0,
     max_message_bytes: Annotated[
         int,
-        _size_option("max-message-bytes", "The largest request to accept, as in 64MB or 1GiB.", 1 << 40),
+        size_option("max-message-bytes", "The largest request to accept, as in 64MB or 1GiB.", 1 << 40),
     ] = 1 << 40,
     max_tensor_elements: Annotated[
         int,
-        _option(
+        option(
             "max-tensor-elements",
-            "Elements that a tensor may span without that their bytes came, as expanded, sparse and meta "
-            f"tensors do.  [default: {1 << 28:_}]",
+            "Elements of a tensor whose bytes are not all sent, as of expanded, sparse and meta "
+            f"tensors.  [default: {1 << 28:_}]",
             config.positive_integer,
             "INTEGER",
             show_default=False,
@@ -260,49 +203,49 @@ def serve(
     ] = 1 << 28,
     max_bytes_in_flight: Annotated[
         int,
-        _size_option(
+        size_option(
             "max-bytes-in-flight",
-            "How much of large requests may be on its way, or wait, at a time.",
+            "Bytes of large requests that may be in transfer, or wait, at a time.",
             1 << 40,
         ),
     ] = 1 << 40,
     max_bytes_in_flight_per_client: Annotated[
         int,
-        _size_option(
+        size_option(
             "max-bytes-in-flight-per-client",
-            "The same for one client, which keeps further ones back.",
+            "The same for one client, which then waits before it sends more.",
             4 << 30,
         ),
     ] = 4 << 30,
     max_contexts: Annotated[
         int,
-        _option("max-contexts", "Contexts of all clients together.", config.positive_integer, "INTEGER"),
+        option("max-contexts", "Contexts of all clients together.", config.positive_integer, "INTEGER"),
     ] = HoldLimits.contexts,
     max_contexts_per_client: Annotated[
         int,
-        _option("max-contexts-per-client", "Contexts of one client.", config.positive_integer, "INTEGER"),
+        option("max-contexts-per-client", "Contexts of one client.", config.positive_integer, "INTEGER"),
     ] = HoldLimits.contexts_per_client,
     max_objects: Annotated[
         int,
-        _option(
+        option(
             "max-objects",
-            "ObjectStore and kept results of all clients, those with a name included.",
+            "Objects and kept results of all clients, those with a name included.",
             config.positive_integer,
             "INTEGER",
         ),
     ] = HoldLimits.objects,
     max_objects_per_client: Annotated[
         int,
-        _option(
+        option(
             "max-objects-per-client",
-            "ObjectStore of one client that have no name.",
+            "Objects of one client that have no name.",
             config.positive_integer,
             "INTEGER",
         ),
     ] = HoldLimits.objects_per_client,
     max_held_bytes_per_client: Annotated[
         int,
-        _size_option(
+        size_option(
             "max-held-bytes-per-client",
             "Bytes of objects, and of results kept for backward, of one client.",
             HoldLimits.bytes_per_client,
@@ -310,27 +253,27 @@ def serve(
     ] = HoldLimits.bytes_per_client,
     max_held_bytes: Annotated[
         int,
-        _size_option("max-held-bytes", "The same for all clients together.", HoldLimits.bytes),
+        size_option("max-held-bytes", "The same for all clients together.", HoldLimits.bytes),
     ] = HoldLimits.bytes,
-    health: Annotated[bool, _option("health", "Serve the standard gRPC health service.")] = True,
+    health: Annotated[bool, option("health", "Serve the standard gRPC health service.")] = True,
     reflection: Annotated[
-        bool, _option("reflection", "Serve gRPC reflection, for tools such as grpcurl.")
+        bool, option("reflection", "Serve gRPC reflection, for tools such as grpcurl.")
     ] = True,
     same_host: Annotated[
-        bool, _option("same-host", "Let clients on this host go around the network, in shared memory.")
+        bool, option("same-host", "Let clients on this host bypass the network with shared memory.")
     ] = True,
     max_shared_bytes: Annotated[
         int,
-        _size_option(
+        size_option(
             "max-shared-bytes", "How much shared memory to set up for clients on this host.", 4 << 30
         ),
     ] = 4 << 30,
     tune_malloc: Annotated[
-        bool, _option("tune-malloc", "Keep freed memory, up to 512 MiB, for the next large tensor.")
+        bool, option("tune-malloc", "Keep freed memory, up to 512 MiB, for the next large tensor.")
     ] = True,
     state_dir: Annotated[
         str | None,
-        _option(
+        option(
             "state-dir",
             "Where named objects and their optimizers are saved on shutdown, and restored from at start.",
             config.directory,
@@ -339,7 +282,7 @@ def serve(
     ] = None,
     save_every: Annotated[
         float | None,
-        _option(
+        option(
             "save-every",
             "Save the state this often, too, if it changed. Needs --state-dir.",
             config.positive_seconds,
@@ -348,13 +291,13 @@ def serve(
     ] = None,
     log_level: Annotated[
         str,
-        _option(
+        option(
             "log-level", "The least that is logged: debug, info, warning or error.", config.log_level, "LEVEL"
         ),
     ] = "info",
     log_format: Annotated[
         str,
-        _option(
+        option(
             "log-format",
             "text, json, or auto: text on a terminal, JSON lines elsewhere.",
             config.log_format,
@@ -366,7 +309,7 @@ def serve(
         typer.Option(
             "--config",
             envvar=config.environment_variable("config"),
-            callback=_use_config,
+            callback=use_config,
             is_eager=True,
             metavar="FILE",
             help="TOML file with defaults for these options.",
@@ -377,26 +320,26 @@ def serve(
 ) -> None:
     if save_every is not None and state_dir is None:
         raise typer.BadParameter("--save-every needs --state-dir, a directory to save to")
-    # Only now: they take seconds to load, and --help must not wait for them.
+    # Imported here, because they take seconds to load, and --help must not wait for them.
     import torch
 
     from gradwire_server.daemon import loading
     from gradwire_server.worker import Worker
 
     logs.configure(log_level, log_format)
-    # Python hands over between threads every 5 ms by default: a busy function would delay every response by
-    # tens of milliseconds. At 0.5 ms small responses overtake it.
+    # Python switches between threads every 5 ms by default, so a busy function would delay every response by
+    # tens of milliseconds. With 0.5 ms small responses overtake the function.
     sys.setswitchinterval(0.0005)
     if torch_threads is not None:
         torch.set_num_threads(torch_threads)
     if tune_malloc:
         gradwire.tune_malloc()
 
-    signals = _Signals()
+    signals = Signals()
     loading.use_working_directory()
     served = [*loading.load_all(modules), *map(loading.load_instance, expose_instance)]
-    # What was loaded stays. The collector would look at all of it now and then, torch included, while
-    # everything else waits.
+    # The loaded modules, torch included, stay for the life of the process. Without this the garbage collector
+    # would scan all of their objects regularly, while every thread waits.
     gc.freeze()
     signals.loaded()
     try:
@@ -431,7 +374,7 @@ def serve(
             save_every=save_every,
         )
     except (TypeError, ValueError) as error:
-        # Two things of one name, or a thing that cannot be called.
+        # Two different values have one name, or a value cannot be called.
         raise LoadFailed(str(error)) from error
     worker.start()
     _log.info(
@@ -451,94 +394,9 @@ def serve(
     _log.info(
         "%s: finishing calls in flight, for %g s at most", received.name, grace, extra={"event": "draining"}
     )
-    _exit_in_any_case(grace + _EXIT_SECONDS, worker)
+    exit_after(grace + _EXIT_SECONDS, worker)
     worker.stop(grace)
     _log.info("stopped", extra={"event": "stopped"})
-
-
-def _exit_in_any_case(seconds: float, worker: Worker) -> None:
-    """Ends the process after that time, even if a call outlived its grace and Python waits for its thread."""
-
-    def leave() -> None:
-        # However long that takes: whoever cannot wait sends a second signal.
-        worker.wait_until_saved()
-        _log.warning("a thread did not end; leaving without it", extra={"event": "abandoned"})
-        _leave(0)
-
-    timer = threading.Timer(seconds, leave)
-    timer.daemon = True
-    timer.start()
-
-
-class _Signals:
-    """SIGTERM and SIGINT: the first asks to drain, the second ends the process.
-
-    A thread of its own reads the numbers of the signals that arrive. Python runs handlers in the main thread
-    only, and there a signal that comes just before it blocks would wait for the next one.
-    """
-
-    def __init__(self) -> None:
-        self._first: signal.Signals | None = None
-        self._arrived = threading.Event()
-        self._loading = True
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._install()
-        # A child, of a data loader say, that is sent a signal must not write to the pipe of its parent.
-        os.register_at_fork(after_in_child=_default_signals)
-        threading.Thread(target=self._read, name="gradwire-signals", daemon=True).start()
-
-    def _install(self) -> None:
-        signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            signal.signal(number, _leave_to_the_thread)
-
-    def _read(self) -> None:
-        while True:
-            for number in os.read(self._reading, 64):
-                # The pipe hears of every signal that has a handler, those of the user's modules included.
-                if number in _SIGNALS:
-                    self._handle(signal.Signals(number))
-
-    def _handle(self, number: signal.Signals) -> None:
-        if self._loading:
-            # Nothing is served yet, and an import may take long: there is nothing to wait for.
-            _leave(0)
-        if self._first is not None:
-            _leave(128 + number)
-        self._first = number
-        self._arrived.set()
-
-    def loaded(self) -> None:
-        """From now on the first signal drains. Handlers that modules installed are replaced."""
-        self._install()
-        self._loading = False
-
-    def wait(self) -> signal.Signals:
-        """Blocks until the first signal."""
-        self._arrived.wait()
-        assert self._first is not None
-        return self._first
-
-
-def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A handler must be there, or the signal would end the process."""
-
-
-def _default_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _leave(code: int) -> NoReturn:
-    # Python's and gRPC's own shutdown could wait for the very call that is to be ended; so could a handler of
-    # the user's own, which may have a lock that the call holds.
-    ending = threading.Thread(target=logging.shutdown, daemon=True)
-    ending.start()
-    ending.join(_FLUSH_SECONDS)
-    logs.finish()
-    os._exit(code)
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
 A setting has one name everywhere. `lost-after` is the flag ``--lost-after``, the environment variable
 ``GRADWIRE_LOST_AFTER`` and the key ``lost-after`` of the table ``[serve]`` in the config file. The first of
-these that is given wins; `gradwire_server.daemon.cli` puts them together.
+these that is given wins; `gradwire_server.daemon.cli` combines them.
 
 The checks here take a value in its own type or as text, and raise `ValueError` with what is wrong about it,
-so that flags, variables and the file are held to the same rules.
+so that the same rules apply to flags, variables and the file.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def byte_size(value: object) -> int:
 
 
 def shown_size(size: int) -> str:
-    """A number of bytes as people write it, and as `byte_size` takes it."""
+    """A number of bytes with the largest unit that divides it, as `byte_size` accepts it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size % _UNITS[unit.lower()] == 0:
             return f"{size // _UNITS[unit.lower()]}{unit}"
@@ -246,7 +246,7 @@ def environment_variable(setting: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The settings in the table ``[serve]`` of a TOML file, checked, with _ for - as parameters are named."""
+    """The settings in the table ``[serve]`` of a TOML file, checked, by the names of `serve`'s parameters."""
     try:
         with path.open("rb") as file:
             document = tomllib.load(file)
@@ -258,7 +258,7 @@ def read_config(path: Path) -> dict[str, object]:
     for table in document:
         if table != "serve":
             hint = (
-                "; settings go into the table [serve]" if table in SETTINGS else _close_to(table, ["serve"])
+                "; settings go into the table [serve]" if table in SETTINGS else _suggestion(table, ["serve"])
             )
             raise ConfigError(f"config file {path}: unknown key {table!r}{hint}")
     serve = document.get("serve", {})
@@ -267,12 +267,12 @@ def read_config(path: Path) -> dict[str, object]:
 
     settings: dict[str, object] = {}
     for key, value in serve.items():
-        # lost_after is accepted for lost-after: both ways of writing are common in TOML.
+        # lost_after is accepted for lost-after, because both spellings are common in TOML.
         setting = key.replace("_", "-")
         check = SETTINGS.get(setting)
         if check is None:
             raise ConfigError(
-                f"config file {path}: unknown key {key!r} in [serve]{_close_to(setting, SETTINGS)}"
+                f"config file {path}: unknown key {key!r} in [serve]{_suggestion(setting, SETTINGS)}"
             )
         parameter = setting.replace("-", "_")
         if parameter in settings:
@@ -284,7 +284,7 @@ def read_config(path: Path) -> dict[str, object]:
     return settings
 
 
-def _close_to(name: str, known: Iterable[str]) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     known = list(known)
     matches = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if matches:

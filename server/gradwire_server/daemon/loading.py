@@ -1,7 +1,7 @@
-"""Loads what the daemon is asked to serve: MODULE, or MODULE:OBJECT, from the working directory.
+"""Loads the modules and objects to serve, MODULE or MODULE:OBJECT, from the working directory.
 
-Whatever goes wrong in the user's module becomes one `LoadFailed` whose message says which module, what was
-raised and at which line of which file: the daemon prints just that.
+Every error in the user's module becomes a `LoadFailed` whose message names the module, the exception, and the
+line of the file that raised it. The daemon prints just that message.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def use_working_directory() -> None:
 
 
 def load_all(specs: Iterable[str]) -> list[object]:
-    """What `specs` name, in their order, without repetition. Raises `LoadFailed` or `NothingExposed`."""
+    """The modules and objects that `specs` name, in their order, each once. Raises `LoadFailed` or
+    `NothingExposed`."""
     loaded: list[object] = []
     for spec in specs:
-        served = load(spec)
-        if not any(served is other for other in loaded):
-            loaded.append(served)
+        value = load(spec)
+        if not any(value is other for other in loaded):
+            loaded.append(value)
     return loaded
 
 
@@ -46,36 +47,36 @@ def load(spec: str) -> object:
     """The module named by MODULE, which must expose something, or the object named by MODULE:OBJECT."""
     module_name, _, path = spec.partition(":")
     module = _import(module_name)
-    served = _find(module, path) if path else module
-    if isinstance(served, ModuleType):
-        if not exposed_in(served):
-            name = served.__name__
+    value = _find(module, path) if path else module
+    if isinstance(value, ModuleType):
+        if not exposed_in(value):
+            name = value.__name__
             raise NothingExposed(
-                f"module '{name}' exposes nothing{_file_of(served)}: decorate what it should serve with "
-                f"@gradwire_server.expose, or name an object, as in {name}:{_some_name(served)}"
+                f"module '{name}' exposes nothing{_file_of(value)}: decorate what it should serve with "
+                f"@gradwire_server.expose, or name an object, as in {name}:{_example_name(value)}"
             )
-        return served
+        return value
 
-    if not callable(served):
+    if not callable(value):
         raise LoadFailed(
-            f"'{spec}' is a {type(served).__name__}, which cannot be called and so not be served"
+            f"'{spec}' is a {type(value).__name__}, which cannot be called, so it cannot be served"
         )
-    if not any(served is value for _, value in exposed_in(module)):
-        # It is called what the user called it: lambdas and instances have no name of their own.
+    if not any(value is exposed for _, exposed in exposed_in(module)):
+        # Exposed under the name in the spec, because lambdas and instances have no name of their own.
         try:
-            expose_for(module.__name__, served, path.rpartition(".")[2])
+            expose_for(module.__name__, value, path.rpartition(".")[2])
         except ValueError as error:
             raise LoadFailed(f"'{spec}': {error}") from error
-    return served
+    return value
 
 
 def load_instance(spec: str) -> Instance:
-    """The object named by MODULE:OBJECT[=NAME], to be shared by that name or its own."""
-    place, _, name = spec.partition("=")
-    module_name, _, path = place.partition(":")
+    """The object named by MODULE:OBJECT[=NAME], to be shared under NAME, or else under its own name."""
+    target, _, name = spec.partition("=")
+    module_name, _, path = target.partition(":")
     value = _find(_import(module_name), path)
     if isinstance(value, type | ModuleType) or inspect.isroutine(value):
-        raise LoadFailed(f"'{place}' is no instance but a {type(value).__name__}; serve it as {place}")
+        raise LoadFailed(f"'{target}' is no instance but a {type(value).__name__}; serve it as {target}")
     try:
         return Instance(name or path.rpartition(".")[2], value)
     except ValueError as error:
@@ -84,33 +85,32 @@ def load_instance(spec: str) -> Instance:
 
 def _import(name: str) -> ModuleType:
     if "/" in name or name.startswith("."):
-        # Python would take it for a relative import, and complain of something else.
+        # Python would take it for a relative import, and its error would not help.
         raise LoadFailed(f"no module named '{name}'{_hint(name)}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Missing is the module itself or a package that holds it, not something that it imports.
+        # The module itself or a package that contains it is missing, rather than a module that it imports.
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise LoadFailed(f"no module named '{name}' in {os.getcwd()}{_hint(name)}") from error
         raise _failure(name, error) from error
     except (Exception, SystemExit) as error:
-        # SystemExit: a script that was not written to be imported must not end the daemon without a word.
+        # SystemExit, too: a script that was not written to be imported must not end the daemon silently.
         raise _failure(name, error) from error
 
 
 def _failure(name: str, error: BaseException) -> LoadFailed:
     kind = type(error).__name__
-    # A SyntaxError's own text repeats the place; its `msg` is the reason alone.
+    # The text of a SyntaxError repeats the file and line; its `msg` is the reason alone.
     reason = (error.msg if isinstance(error, SyntaxError) else str(error)).strip()
     reason = " ".join(reason.split())
-    place = _place(error)
-    return LoadFailed(
-        f"cannot import '{name}': {kind}{f': {reason}' if reason else ''}{f' ({place})' if place else ''}"
-    )
+    location = _location(error)
+    where = f" ({location})" if location else ""
+    return LoadFailed(f"cannot import '{name}': {kind}{f': {reason}' if reason else ''}{where}")
 
 
-def _place(error: BaseException) -> str:
-    """FILE:LINE where the user should look: the innermost line of their own code, else the innermost."""
+def _location(error: BaseException) -> str:
+    """FILE:LINE of the innermost line in the user's own code, or else of the innermost line at all."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_relative(error.filename)}:{error.lineno}"
     frames = [
@@ -148,7 +148,7 @@ def _find(module: ModuleType, path: str) -> object:
                 f"module '{module.__name__}' has no object '{path}'{_file_of(module)}{hint}"
             ) from error
         except Exception as error:
-            # A property, or a module-level __getattr__, of the user's own.
+            # Raised by a property or a module-level __getattr__ of the user's.
             raise _failure(f"{module.__name__}:{path}", error) from error
     return found
 
@@ -169,7 +169,7 @@ def _file_of(module: ModuleType) -> str:
     return f" ({_relative(filename)})" if filename else ""
 
 
-def _some_name(module: ModuleType) -> str:
+def _example_name(module: ModuleType) -> str:
     for name, value in vars(module).items():
         own = getattr(value, "__module__", None) == module.__name__
         if own and not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):

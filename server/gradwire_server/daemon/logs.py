@@ -2,13 +2,13 @@
 
 A JSON line holds ``time`` (UTC), ``level``, ``logger``, ``message``, whatever the code passed as ``extra``,
 and ``exception`` with the traceback where there is one. A line that other programs look for has an ``event``
-too: "ready" once the worker serves, "draining" and "stopped" on its way out.
+too: "ready" once the worker serves, "draining" and "stopped" when it shuts down.
 
-Nobody ever waits for whoever reads the log: what finds no room is dropped, and a line with the event
-"dropped" says how much it was (`output`). The same goes for what code prints.
+No thread ever waits for the reader of the log: lines that find no room in the queue are dropped, and a line
+with the event "dropped" says how many (see `output`). The same goes for what code prints.
 
-Code that logs uses `logging` alone and knows nothing of this module; only the daemon calls `configure`,
-never a program that runs a `Worker` inside itself.
+Code that logs uses `logging` alone and knows nothing of this module. Only the daemon calls `configure`; a
+program that runs a `Worker` inside itself configures its own logging.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["JsonFormatter", "configure", "finish"]
 _log = logging.getLogger("gradwire.server")
 
 _FINISH_SECONDS = 0.5
-"""How long the end of the process waits for whoever reads each of its outputs."""
+"""How long the process waits at its end for the reader of each of its outputs."""
 
 _outputs: list[BackgroundStream] = []
-"""What code prints to, and then the log."""
+"""Standard output, then standard error, which has the log."""
 
-# What every record has; anything else on a record was passed as `extra`.
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# The attributes that every record has. Any other attribute was passed as `extra`.
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
@@ -54,20 +54,20 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         for key, value in vars(record).items():
-            if key not in _STANDARD:
+            if key not in _STANDARD_ATTRIBUTES:
                 line.setdefault(key, value)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = record.stack_info
-        # An extra that JSON does not know must never cost the line.
+        # `repr` for extras that JSON has no form for, so that the line is logged all the same.
         return json.dumps(line, default=repr)
 
 
 def configure(level: str = "info", format: str = "auto", stream: TextIO | None = None) -> None:
     """Sends all logging, warnings and uncaught exceptions of the process to `stream` (stderr).
 
-    Standard output and error no longer make anybody wait from then on.
+    From then on writing to standard output and error never blocks.
     """
     if not _outputs:
         sys.stdout = _in_background(sys.stdout, "stdout")
@@ -100,37 +100,37 @@ def configure(level: str = "info", format: str = "auto", stream: TextIO | None =
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
-    # A warning of the user's modules is a line of the log, not two lines of its own form.
+    # Makes a warning of the user's modules one line of the log, instead of two lines in another format.
     logging.captureWarnings(True)
-    threading.excepthook = _thread_raised
-    sys.excepthook = _raised
-    sys.unraisablehook = _unraisable
+    threading.excepthook = _log_thread_exception
+    sys.excepthook = _log_exception
+    sys.unraisablehook = _log_unraisable
 
 
 def _in_background(stream: TextIO | None, name: str) -> TextIO:
-    # Python has none where the process was started with it closed.
-    stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 - for as long as the process
+    # None if the process was started with this stream closed.
+    stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 - open until the process ends
 
-    def tell_dropped(lines: int) -> None:
+    def report_dropped(lines: int) -> None:
         _log.warning(
-            "%d lines of %s were dropped: they were not read in time",
+            "%d lines of %s were dropped, because its reader was too slow",
             lines,
             name,
             extra={"event": "dropped", "lines": lines},
         )
 
-    output = BackgroundStream(stream, tell_dropped)
+    output = BackgroundStream(stream, report_dropped)
     _outputs.append(output)
     return cast(TextIO, output)
 
 
 def finish() -> None:
-    """Waits a moment for what was printed and logged last to be written, then gives it up."""
+    """Waits a moment until the last lines are written, then drops them."""
     for output in _outputs:
         output.finish(_FINISH_SECONDS)
 
 
-def _thread_raised(args: threading.ExceptHookArgs) -> None:
+def _log_thread_exception(args: threading.ExceptHookArgs) -> None:
     if args.exc_type is SystemExit:
         return
     name = args.thread.name if args.thread is not None else "unknown"
@@ -144,11 +144,11 @@ def _thread_raised(args: threading.ExceptHookArgs) -> None:
     )
 
 
-def _raised(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+def _log_exception(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     _log.critical("uncaught %s", kind.__name__, exc_info=(kind, value, traceback))
 
 
-def _unraisable(args: sys.UnraisableHookArgs) -> None:
+def _log_unraisable(args: sys.UnraisableHookArgs) -> None:
     value = args.exc_value if args.exc_value is not None else args.exc_type()
     _log.error(
         "%s: %r",

@@ -1,10 +1,10 @@
 """Standard output and error of the daemon, written in the background.
 
-A pipe that nobody reads is full after 64 KiB, and whoever writes to it then waits: the function that logs,
-and with it the locks of `logging`, so soon everybody, the handling of signals included. Here what is written
-goes to a queue of limited size, and a thread of its own does the waiting. Lines that find no room are
-dropped, counted, and told of in the log as soon as there is room. What native code writes does not come this
-way.
+A pipe that nobody reads is full after 64 KiB, and a thread that writes to it then blocks. If that thread is
+logging, it holds the locks of `logging`, so soon all threads block, the handling of signals included. Here
+text goes to a queue of limited size, and only the thread that empties the queue blocks. Lines that find no
+room in the queue are dropped and counted, and the log reports their number as soon as there is room. Output
+of native code does not pass through the queue.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from typing import Any, TextIO
 __all__ = ["BackgroundStream"]
 
 _MOST_CHARACTERS = 8 << 20
-"""What may wait to be written."""
-_MORE_FOR_NOTICES = 64 << 10
-"""What may wait beyond that, if it says how much was dropped."""
-_LONGEST_REST = 64 << 10
-"""An unfinished line of this length counts as one."""
+"""How many characters may wait to be written."""
+_MORE_FOR_REPORTS = 64 << 10
+"""How many characters may wait beyond that, if they report how many lines were dropped."""
+_LONGEST_UNFINISHED_LINE = 64 << 10
+"""An unfinished line that is longer than this is queued without its end."""
 
 
 class BackgroundStream(io.TextIOBase):
-    """Text that a thread of its own writes to a stream. Writing never waits.
+    """A text stream that a background thread writes to another stream. Writing to it never blocks.
 
-    Whole lines are queued; an unfinished one is when it is flushed. What else there is to know of the stream,
-    such as whether it is a terminal, is as it was.
+    Whole lines are queued at once, an unfinished line when it is flushed. Other attributes, such as whether
+    the stream is a terminal, are those of the other stream.
     """
 
-    def __init__(self, stream: TextIO, tell_dropped: Callable[[int], None]) -> None:
-        """`tell_dropped` is called with a number of lines, and may write to this stream."""
+    def __init__(self, stream: TextIO, report_dropped: Callable[[int], None]) -> None:
+        """`report_dropped` is called with a number of lines, and may write to this stream."""
         self._stream = stream
-        self._tell_dropped = tell_dropped
+        self._report_dropped = report_dropped
         self._reset(is_direct=False)
-        # Threads do not come along into a child, of a data loader say. It serves nobody, and may wait.
+        # A forked child, of a data loader say, has no writer thread. It serves no requests, so it may block.
         os.register_at_fork(after_in_child=lambda: self._reset(is_direct=True))
 
     def _reset(self, *, is_direct: bool) -> None:
         self._is_direct = is_direct
-        # It can be entered again: a destructor, or the handler of a signal, may write at any moment.
+        # Reentrant, because a destructor or a signal handler may write while its thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._queue: deque[str] = deque()
         self._characters = 0
-        self._rest = ""
+        self._unfinished = ""
         self._is_writing = False
         self._dropped = 0
-        self._telling: set[int] = set()
-        """The thread that tells what was dropped."""
+        self._reporting: set[int] = set()
+        """The threads that report dropped lines now."""
         self._writer: threading.Thread | None = None
         self._is_finishing = False
 
@@ -60,25 +60,25 @@ class BackgroundStream(io.TextIOBase):
         if self._is_direct:
             return self._stream.write(text)
         with self._changed:
-            lines, newline, self._rest = (self._rest + text).rpartition("\n")
-            if len(self._rest) > _LONGEST_REST:
-                lines, newline, self._rest = lines + newline + self._rest, "", ""
-            missing = self._put(lines + newline)
-        self._tell(missing)
+            lines, newline, self._unfinished = (self._unfinished + text).rpartition("\n")
+            if len(self._unfinished) > _LONGEST_UNFINISHED_LINE:
+                lines, newline, self._unfinished = lines + newline + self._unfinished, "", ""
+            dropped = self._enqueue(lines + newline)
+        self._report(dropped)
         return len(text)
 
     def flush(self) -> None:
-        """Lets an unfinished line be written, too. Does not wait until it is."""
+        """Queues an unfinished line, too. Does not wait until it is written."""
         if self._is_direct:
             self._stream.flush()
             return
         with self._changed:
-            text, self._rest = self._rest, ""
-            missing = self._put(text)
-        self._tell(missing)
+            text, self._unfinished = self._unfinished, ""
+            dropped = self._enqueue(text)
+        self._report(dropped)
 
     def finish(self, seconds: float) -> None:
-        """Waits until all has been written, but no longer than that: at the end of the process."""
+        """Waits until the queue is written, for that time at most. To be called at the end of the process."""
         self.flush()
         give_up_at = time.monotonic() + seconds
         with self._changed:
@@ -88,18 +88,18 @@ class BackgroundStream(io.TextIOBase):
                     self._queue.clear()
                     self._characters = 0
                     break
-            missing, self._dropped = self._dropped, 0
-        self._tell(missing)
+            dropped, self._dropped = self._dropped, 0
+        self._report(dropped)
         with self._changed:
             self._is_finishing = True
             self._changed.notify_all()
 
-    def _put(self, text: str) -> int:
-        """Queues text, or drops it. How many lines were dropped before it, if that can be told now."""
+    def _enqueue(self, text: str) -> int:
+        """Queues text, or drops it. Returns how many dropped lines the caller should report now."""
         if not text:
             return 0
-        is_notice = threading.get_ident() in self._telling
-        most = _MOST_CHARACTERS + (_MORE_FOR_NOTICES if is_notice else 0)
+        is_report = threading.get_ident() in self._reporting
+        most = _MOST_CHARACTERS + (_MORE_FOR_REPORTS if is_report else 0)
         if self._queue and self._characters + len(text) > most:
             self._dropped += _lines_in(text)
             return 0
@@ -110,19 +110,20 @@ class BackgroundStream(io.TextIOBase):
             self._writer = threading.Thread(target=self._write_all, name="gradwire-output", daemon=True)
             self._writer.start()
         self._changed.notify_all()
-        if is_notice:
-            return 0  # what was dropped meanwhile is told with the next line, not from within this one
-        missing, self._dropped = self._dropped, 0
-        return missing
+        if is_report:
+            return 0  # lines that were dropped meanwhile are reported with the next line, not within this one
+        dropped, self._dropped = self._dropped, 0
+        return dropped
 
-    def _tell(self, missing: int) -> None:
-        # Without the lock: the log has locks of its own, and others hold those when they come here.
-        if missing:
-            self._telling.add(threading.get_ident())
+    def _report(self, dropped: int) -> None:
+        # Called without the lock, because reporting takes the locks of `logging`, which other threads hold
+        # when they write here.
+        if dropped:
+            self._reporting.add(threading.get_ident())
             try:
-                self._tell_dropped(missing)
+                self._report_dropped(dropped)
             finally:
-                self._telling.discard(threading.get_ident())
+                self._reporting.discard(threading.get_ident())
 
     def _write_all(self) -> None:
         while True:
@@ -139,14 +140,14 @@ class BackgroundStream(io.TextIOBase):
                 self._is_writing = True
             was_written = _write(self._stream, text)
             with self._changed:
-                missing = 0
+                dropped = 0
                 if not was_written:
                     self._dropped += _lines_in(text)
                 elif not self._queue:
-                    missing, self._dropped = self._dropped, 0
-            self._tell(missing)
+                    dropped, self._dropped = self._dropped, 0
+            self._report(dropped)
 
-    # -- what else a stream is asked
+    # -- the rest of a text stream
 
     def writable(self) -> bool:
         return True
@@ -174,15 +175,15 @@ def _lines_in(text: str) -> int:
 
 
 def _write(stream: TextIO, text: str) -> bool:
-    """Writes all of a text; whether that could be done."""
+    """Writes all of a text. Returns whether that was possible."""
     try:
-        # Not by way of the stream, which has a buffer: Python would wait for its last bytes when it ends.
+        # Past the stream's own buffer, whose last bytes Python would wait for when the process ends.
         descriptor = stream.fileno()
         left = memoryview(text.encode(stream.encoding or "utf-8", "backslashreplace"))
         while left:
             left = left[os.write(descriptor, left) :]
-    except io.UnsupportedOperation:  # no file, but memory, of a test
+    except io.UnsupportedOperation:  # a stream in memory, of a test
         stream.write(text)
     except (OSError, ValueError):
-        return False  # nobody can read it any more
+        return False  # the reader is gone
     return True
