@@ -96,7 +96,8 @@ class _Crew:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may drop the executor, and dismiss its crew, within these methods.
+        self._lock = threading.RLock()
         self._threads: set[threading.Thread] = set()
         self._idle: dict[threading.Thread, SimpleQueue[Task | None]] = {}
         """Idle threads, each with the queue of its next task; None in the queue ends the thread."""
