@@ -10,6 +10,7 @@ import gradwire.optim  # noqa: F401
 from gradwire.api.calls import CallFuture as CallFuture
 from gradwire.api.calls import Keywords as Keywords
 from gradwire.api.compression import compression as compression
+from gradwire.api.connecting import connect as connect
 from gradwire.api.contexts import Context as Context
 from gradwire.api.contexts import context as context
 from gradwire.api.contexts import current_context as current_context
@@ -18,7 +19,6 @@ from gradwire.api.refs import RemoteRef as RemoteRef
 from gradwire.api.workers import RemoteFunction as RemoteFunction
 from gradwire.api.workers import RemoteWorker as RemoteWorker
 from gradwire.api.workers import caller as caller
-from gradwire.api.workers import connect as connect
 from gradwire.runtime.compression import Compression as Compression
 from gradwire.runtime.scope import cancelled as cancelled
 from gradwire.runtime.scope import deadline as deadline

@@ -1,21 +1,20 @@
-"""Handles to workers, which `connect` returns, and the handles to values that live on workers."""
+"""Handles to workers and their functions."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self
 
 from gradwire import wire
 from gradwire.api import calls
 from gradwire.api.calls import CallFuture
-from gradwire.api.device_maps import NO_MAP, Device, DeviceMap
+from gradwire.api.device_maps import NO_MAP, DeviceMap
 from gradwire.api.function_info import FunctionInfo, function_info
 from gradwire.api.refs import RemoteRef
 from gradwire.autograd import ContextId, PeerReleases
-from gradwire.errors import ConnectFailed, GradwireError, LinkClosed, NotFound
+from gradwire.errors import GradwireError, LinkClosed, NotFound
 from gradwire.peers.connections import Reconnect, WorkerConnection
 from gradwire.peers.current import current_peer
 from gradwire.peers.local import LocalPeer
@@ -29,7 +28,6 @@ __all__ = [
     "RemoteFunction",
     "RemoteWorker",
     "caller",
-    "connect",
     "connection_of",
     "handle_for",
     "link_of",
@@ -316,106 +314,6 @@ class RemoteFunction:
 
     def __repr__(self) -> str:
         return f"<gradwire function {self.__name__} at {self._worker.target}>"
-
-
-@overload
-def connect(
-    target: str,
-    *,
-    connect_timeout: float = ...,
-    lost_after: float = ...,
-    wait_for_ready: bool = ...,
-    same_host: bool = ...,
-    max_tensor_elements: int = ...,
-    device_map: Mapping[Device, Device] | None = ...,
-    compress: Compression | None = ...,
-) -> RemoteWorker: ...
-
-
-@overload
-def connect(
-    target: list[str] | tuple[str, ...],
-    *,
-    connect_timeout: float = ...,
-    lost_after: float = ...,
-    wait_for_ready: bool = ...,
-    same_host: bool = ...,
-    max_tensor_elements: int = ...,
-    device_map: Mapping[Device, Device] | None = ...,
-    compress: Compression | None = ...,
-) -> list[RemoteWorker]: ...
-
-
-def connect(
-    target: str | list[str] | tuple[str, ...],
-    *,
-    connect_timeout: float = LinkSettings.connect_timeout,
-    lost_after: float = LinkSettings.lost_after,
-    wait_for_ready: bool = True,
-    same_host: bool = True,
-    max_tensor_elements: int = LinkSettings.max_tensor_elements,
-    device_map: Mapping[Device, Device] | None = None,
-    compress: Compression | None = None,
-) -> RemoteWorker | list[RemoteWorker]:
-    """Connects to a worker at ``"host:port"`` or ``"unix:path"``, or to several at once.
-
-    To connect again to the same target is cheap: the link is shared. Raises `ConnectFailed` if no worker
-    responds within `connect_timeout` seconds. A worker that cannot be reached for `lost_after` seconds counts
-    as lost: calls that wait for it then raise `WorkerLost`.
-
-    During both times gradwire waits, and tries to connect again. With ``wait_for_ready=False`` it does not
-    wait: connecting fails at the first refusal, and a call fails at once while the link is cut. The link is
-    reopened in the background all the same.
-
-    A worker on the same host is reached through a local socket, and large tensors cross in shared memory, if
-    both processes belong to the same user and nothing such as a proxy lies between them.
-    ``same_host=False`` uses the network instead.
-
-    `max_tensor_elements` bounds the elements of a result whose bytes were not all sent, such as an expanded
-    tensor: a larger one raises `ResourceExhausted` here. The worker has the same setting for arguments.
-
-    `device_map` maps devices of this process to the worker's devices that arguments go to, e.g. ``{"cuda:0":
-    "cuda:1"}``. Results come back by the reverse map, and gradients follow their tensors. Without it tensors
-    arrive on the CPU. Raises `InvalidDeviceMap` if either end lacks a device.
-
-    `compress` makes large tensors smaller on the wire, e.g. ``gw.Compression(backward="int8")``. Without it
-    tensors are sent uncompressed. Raises `CodecUnavailable` if either end lacks a codec.
-    """
-    settings = LinkSettings(
-        connect_timeout=connect_timeout,
-        lost_after=lost_after,
-        wait_for_ready=wait_for_ready,
-        same_host=same_host,
-        max_tensor_elements=max_tensor_elements,
-    )
-    devices = NO_MAP if device_map is None else DeviceMap(device_map)
-    peer = current_peer()
-    targets = [target] if isinstance(target, str) else target
-    for address in targets:
-        _check_address(address)
-    compression = compress or NOT_COMPRESSED
-    workers = [
-        RemoteWorker(peer.connection_to(address, settings), address, devices, compression)
-        for address in targets
-    ]
-    if len(workers) == 1:
-        workers[0]._connect()
-    else:
-        # Each in a copy of this thread's context variables, so that the deadline in force bounds it.
-        for connected in [peer.pool.submit(copy_context().run, worker._connect) for worker in workers]:
-            connected.result()
-    return workers[0] if isinstance(target, str) else workers
-
-
-def _check_address(target: str) -> None:
-    """Raises ConnectFailed at once for a target that is no address, and not after `connect_timeout`."""
-    if target.startswith(("unix:", "dns:", "ipv4:", "ipv6:")):
-        return  # gRPC's own forms
-    host, _, port = target.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConnectFailed(
-            f"{target!r} is no address: HOST:PORT or unix:PATH", worker=target, retryable=False
-        )
 
 
 def caller() -> RemoteWorker:
