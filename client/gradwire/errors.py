@@ -2,28 +2,36 @@
 
 ::
 
-GradwireError ├── LinkError (ConnectionError)         the other process cannot be reached │   ├──
-ConnectFailed                   no worker responded within the connect timeout │   ├── WorkerLost
-the worker was connected and is gone, or was restarted │   ├── LinkClosed                      one end closed
-the link │   └── ProtocolError                   the other end does not speak gradwire's protocol ├──
-DeadlineExceeded (TimeoutError)     the time given for a call ran out ├── Cancelled (CancelledError)
-the call was cancelled ├── CallRefused                         the worker did not run the function │   ├──
-UnknownFunction (LookupError)   no function of that name is exposed │   ├── WrongArguments (TypeError)
-the arguments do not fit the signature │   ├── AlreadyExists (ValueError)      the name is taken │   ├──
-StaleParameters (RuntimeError)  parameters were stepped between a forward and its backward │   ├── StepRefused
-(RuntimeError)      an optimizer step was not made, on any worker │   ├── StepTorn (RuntimeError)         an
-optimizer step was made on some workers only, or may have been │   ├── NotFound (LookupError)          the
-worker does not hold the context, message or ref (any more) │   ├── PermissionDenied (PermissionError) │   ├──
-ResourceExhausted               a limit was reached; `retry_after` may say when to try again │   └──
-Unavailable                     the worker is shutting down ├── RemoteError                         the
-function raised; also an instance of the builtin type it raised ├── WireError │   ├── Unencodable (TypeError)
-a value cannot be sent; the message names the path to it │   ├── TypeMismatch (TypeError)        the receiver
-does not know a type, or knows it with other fields │   └── MalformedMessage (ValueError)   received bytes are
-not a valid message ├── InvalidDeviceMap (ValueError)       a device map names devices that do not exist ├──
-CodecUnavailable (RuntimeError)     one of the ends lacks a codec that was chosen ├── CheckpointError
-(OSError)           a checkpoint cannot be written, is damaged, or does not exist │   └── CheckpointMismatch
-(ValueError) a checkpoint is of another model or optimizer ├── InternalError (RuntimeError)        a fault in
-gradwire itself └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
+    GradwireError
+    ├── LinkError (ConnectionError)         the other process cannot be reached
+    │   ├── ConnectFailed                   no worker responded within the connect timeout
+    │   ├── WorkerLost                      the worker was connected and is gone, or was restarted
+    │   ├── LinkClosed                      one end closed the link
+    │   └── ProtocolError                   the other end does not speak gradwire's protocol
+    ├── DeadlineExceeded (TimeoutError)     the time given for a call ran out
+    ├── Cancelled (CancelledError)          the call was cancelled
+    ├── CallRefused                         the worker did not run the function
+    │   ├── UnknownFunction (LookupError)   no function of that name is exposed
+    │   ├── WrongArguments (TypeError)      the arguments do not fit the signature
+    │   ├── AlreadyExists (ValueError)      the name is taken
+    │   ├── StaleParameters (RuntimeError)  parameters were stepped between a forward and its backward
+    │   ├── StepRefused (RuntimeError)      an optimizer step was not made, on any worker
+    │   ├── StepTorn (RuntimeError)         a step was made on some workers only, or may have been
+    │   ├── NotFound (LookupError)          the worker does not hold the context, message or ref (any more)
+    │   ├── PermissionDenied (PermissionError)
+    │   ├── ResourceExhausted               a limit was reached; `retry_after` may say when to try again
+    │   └── Unavailable                     the worker is shutting down
+    ├── RemoteError                         the function raised; also an instance of the builtin type
+    ├── WireError
+    │   ├── Unencodable (TypeError)         a value cannot be sent; the message names the path to it
+    │   ├── TypeMismatch (TypeError)        the receiver does not know a type, or with other fields
+    │   └── MalformedMessage (ValueError)   received bytes are not a valid message
+    ├── InvalidDeviceMap (ValueError)       a device map names devices that do not exist
+    ├── CodecUnavailable (RuntimeError)     one of the ends lacks a codec that was chosen
+    ├── CheckpointError (OSError)           a checkpoint cannot be written, is damaged, or does not exist
+    │   └── CheckpointMismatch (ValueError) a checkpoint is of another model or optimizer
+    ├── InternalError (RuntimeError)        a fault in gradwire itself
+    └── ForkedProcess (RuntimeError)        gradwire was used before os.fork()
 
 An error about another process names that process in `worker`. `RemoteError` keeps the remote type and
 traceback. `retryable` says whether the same operation may succeed if it is repeated.

@@ -17,7 +17,7 @@ from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
 from gradwire.peers.current import current_context_id, current_peer
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
 from gradwire.runtime.compression import NOT_COMPRESSED, Compression
-from gradwire.runtime.scope import cancel_with_caller, time_left, waiting
+from gradwire.runtime.scope import cancel_with_caller, current_scope, time_left, waiting
 from gradwire.transport import Link, Payload, ResponseFuture
 
 __all__ = ["CallFuture", "Keywords", "start_call", "wait"]
@@ -175,6 +175,7 @@ def start_call(
         request.tensors.CopyFrom(table)
         if encoder.saved:
             link.count_saved(encoder.saved)
+        future.waits_for_link = current_scope().waits_for_link
         cancel_with_caller(future)
         link.send_request(
             link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,

@@ -76,7 +76,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     response = autograd_pb2.PropagateGradientsResponse()
     encoder = wire.Encoder(attach_from=None) if link is None else wire.Encoder(inline_bytes=link.inline_bytes)
     # The context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
-    scope = current_scope().in_context(context, request.detect_anomaly)
+    scope = current_scope().for_request(context, request.detect_anomaly)
     with entered(scope), engine.container.in_use(context), detecting_anomaly(request.detect_anomaly):
         if request.create_graph:
             with torch.enable_grad():

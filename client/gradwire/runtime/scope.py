@@ -55,9 +55,12 @@ class Scope:
     detect_anomaly: bool | None = None
     """Whether the requester has anomaly detection on; None outside served functions, for torch's own
     switch."""
+    waits_for_link: bool = False
+    """Whether requests wait while a link is cut, whatever `wait_for_ready` its handle has."""
 
-    def in_context(self, context: ContextId | None, detect_anomaly: bool | None) -> Scope:
-        """A copy with another context. Written out, because every call makes one, and `replace` is slower."""
+    def for_request(self, context: ContextId | None, detect_anomaly: bool) -> Scope:
+        """A copy for what a request names. Written out, because every call makes one, and `replace` is
+        slower: a new field of the scope that travels with calls has to be added here, too."""
         return Scope(
             self.peer,
             self.server_call,

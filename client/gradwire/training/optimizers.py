@@ -196,8 +196,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
             for attempt in itertools.count():
                 try:
-                    # Ctrl-C must not leave the step made on some workers only. All waits in it have
-                    # deadlines.
+                    # Ctrl-C must not leave the step made on some workers only. A worker that is gone is
+                    # waited for until it counts as lost.
                     with Uninterrupted():
                         self._step_remote(inverse_scale, in_turn=attempt > 0)
                         self._local.step(local)
@@ -253,8 +253,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CompletedCalls([remote.start("abort", ticket, timeout=_ABORT_SECONDS) for remote in linked])
 
     def _commit(self, ticket: int) -> None:
-        # All workers are prepared. From here on a deadline must not leave the step made on some workers only.
-        with _without_deadline():
+        # All workers are prepared. From here on neither a deadline nor a link that is cut for a moment may
+        # leave the step made on some workers only.
+        with entered(replace(current_scope(), deadline=None, waits_for_link=True)):
             calls = [remote.start("commit", ticket) for remote in self._remote]
             self._conclude(ticket, self._remote, calls, CompletedCalls(calls))
 

@@ -155,6 +155,8 @@ class Traffic:
 class ResponseFuture(Future[Any]):
     """The response to a request. Cancelling the future also cancels the request at the other peer."""
 
+    waits_for_link = False
+    """Whether its request waits while the link is cut, even if the settings say that requests do not."""
     is_nested = False
     """Whether this request was sent while serving another request. The window never holds such a request
     back: the bytes in flight that it would wait for may be those of the outer request."""

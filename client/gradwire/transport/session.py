@@ -136,7 +136,8 @@ class Session(Link):
         with self._lock:
             if self._ended is not None:
                 raise self._ended.again()
-            if self._streams is None and not self.settings.wait_for_ready:
+            waits = self.settings.wait_for_ready or outbound_call.future.waits_for_link
+            if self._streams is None and not waits:
                 raise ConnectFailed(f"{self.peer} is unreachable right now", worker=str(self.peer))
             if not self._window.admits(outbound_call):
                 self._keep_back(outbound_call)

@@ -89,7 +89,7 @@ class Servicer:
         if request.released:
             engine.container.release(message_ids(request.released))
         context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
-        scope = current_scope().in_context(context, request.modes.detect_anomaly)
+        scope = current_scope().for_request(context, request.modes.detect_anomaly)
         handles: list[int] = []
         is_sent = False
         try:
