@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection as reflection_module
 
 from gradwire import wire
 from gradwire.autograd import borrowed_grad
-from gradwire.autograd.engine import not_kept_apart
+from gradwire.autograd.engine import no_read_guard
 from gradwire.peers.current import default_peer
 from gradwire.peers.forking import refuse_if_forked
 from gradwire.peers.local import LocalPeer
@@ -256,8 +256,8 @@ class Worker:
             released.number for released in ids if released.peer == peer_id
         )
         container.when_owner_dropped = self._drop_owner
-        peer.engine.reading = self._objects.parameters.read_by_backward
-        peer.engine.stepping = self._objects.parameters.stepping
+        peer.engine.guard_backward = self._objects.parameters.read_by_backward
+        peer.engine.guard_step = self._objects.parameters.stepping
         self._objects.peers.add(peer_id)
 
     def _serve_callbacks(self) -> None:
@@ -283,8 +283,8 @@ class Worker:
             engine = self._program_peer.engine
             engine.container.when_released = lambda ids: None
             engine.container.when_owner_dropped = lambda peer: None
-            engine.reading = not_kept_apart
-            engine.stepping = borrowed_grad
+            engine.guard_backward = no_read_guard
+            engine.guard_step = borrowed_grad
 
     def _is_linked(self, client: int) -> bool:
         peers = [peer for peer in (self._peer, self._program_peer) if peer is not None]

@@ -19,7 +19,12 @@ from gradwire.transport import Session
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 SOMETIMES = {
-    *("GrpcLink.connect", "Registry.method", "Segments.name", "Segments.reached_by"),
+    *(
+        "GrpcLink.connect",
+        "Registry.method",
+        "GraphSegments.dependencies_of_results",
+        "GraphSegments.reached_by",
+    ),
     *("Gathering.add", "hooks.run_waiting_hooks", "scope.cancel_with_caller"),
 }
 """What a plain call and its backward do not need, or need earlier for another reason."""

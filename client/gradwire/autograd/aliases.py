@@ -12,12 +12,11 @@ __all__ = ["share_history"]
 
 
 def share_history(tensors: list[torch.Tensor], slots: Sequence[int]) -> None:
-    """Of tensors that came over the same memory, makes each know when another one is written to.
+    """Makes tensors that share memory views of one base, so that autograd notices when one is written to.
 
-    They are separate outputs of the recv node. Writing to one of them would change the value of the others
-    behind autograd's back, where on one machine it knows them for views of the same tensor. As views that
-    a custom function made, torch refuses that, and says to clone. One that requires grad beside others that
-    do not may be written to; torch then refuses a backward that would need what was there before.
+    They are separate outputs of the recv node, so autograd would not know that they share memory. Of views
+    that a custom function made, torch refuses writes, and says to clone. If only one of them requires grad,
+    it may be written to, and torch refuses a backward that needs the old value.
     """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):

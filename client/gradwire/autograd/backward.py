@@ -20,7 +20,7 @@ def backward_to_leaves(
     roots: Sequence[Root],
     gradients: Sequence[torch.Tensor | None],
     run: BackwardRun,
-    collect: Callable[[torch.Tensor, torch.Tensor], None],
+    on_leaf_gradient: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Backpropagates to every leaf and hands over the leaves' gradients; `.grad` is left alone.
 
@@ -33,7 +33,7 @@ def backward_to_leaves(
     marked = *roots, RUN_MARKER
     with_marker = *gradients, RUN_MARKER_GRADIENT
     try:
-        with run.engine.reading(leaves), running(run):
+        with run.engine.guard_backward(leaves), running(run):
             run.check_fresh()
             if run.requester is not None:
                 # What torch.autograd.grad comes down to for gradients that are known to fit.
@@ -67,7 +67,7 @@ def backward_to_leaves(
     for node, gradient in zip(wanted, found[:-1], strict=True):
         leaf = leaf_of(node)
         if gradient is not None and leaf is not ANCHOR:
-            collect(leaf, _unshared(gradient.detach(), shared))
+            on_leaf_gradient(leaf, _unshared(gradient.detach(), shared))
 
 
 def backward_into_grad(
@@ -75,7 +75,7 @@ def backward_into_grad(
 ) -> None:
     """Backpropagates into `.grad`, as a plain backward() does."""
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
-    with run.engine.reading(leaves), running(run):
+    with run.engine.guard_backward(leaves), running(run):
         torch.autograd.backward(
             (*roots, RUN_MARKER),  # type: ignore[arg-type] # tensors and edges mix
             (*gradients, RUN_MARKER_GRADIENT),

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.autograd.gradients import added
-from gradwire.autograd.kept_state.remote_segments import RemoteSegment
+from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
 from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.errors import NotFound, StepRefused
 from gradwire.system.accounting import InUse, Tally
@@ -38,11 +38,11 @@ class DistAutogradContext:
         self.last_used = self.since
         self.arguments: set[AutogradMessageId] = set()
         self.results: set[AutogradMessageId] = set()
-        self.segments: set[AutogradMessageId] = set()
+        self.remote_segments: set[AutogradMessageId] = set()
         self.known_workers: weakref.WeakSet[Link] = weakref.WeakSet()
         """The links that calls of this context went over: those workers hold a part of it, too."""
         self.peers: set[int] = set()
-        """The peers that it came from. While one of them has a link to this peer, it is theirs to end."""
+        """The peers that it came from. While one of them is linked, the lease does not end the context."""
         self.users = 0
         """How many requests are being served in it: it must not be taken for abandoned meanwhile."""
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class DistAutogradContainer:
         self._contexts: dict[ContextId, DistAutogradContext] = {}
         self._arguments: dict[AutogradMessageId, SentArguments] = {}
         self._results: dict[AutogradMessageId, SentResults] = {}
-        self._segments: dict[AutogradMessageId, RemoteSegment] = {}
+        self._segments: dict[AutogradMessageId, RemoteGraphSegment] = {}
         self._ended: dict[ContextId, None] = {}
         self.counts = Tally()
         """Of contexts, by their owners."""
@@ -186,12 +186,12 @@ class DistAutogradContainer:
             self._results[sent.id] = sent
             self.result_bytes.add(sent.context.peer, sent.bytes)
 
-    def keep_segment(self, segment: RemoteSegment) -> None:
+    def keep_remote_segment(self, segment: RemoteGraphSegment) -> None:
         with self._lock:
-            self.get(segment.context).segments.add(segment.source)
+            self.get(segment.context).remote_segments.add(segment.source)
             self._segments[segment.source] = segment
 
-    def segments(self, ids: Sequence[AutogradMessageId]) -> list[RemoteSegment]:
+    def remote_segments(self, ids: Sequence[AutogradMessageId]) -> list[RemoteGraphSegment]:
         """Those that are known."""
         with self._lock:
             return [self._segments[id] for id in ids if id in self._segments]
@@ -208,7 +208,9 @@ class DistAutogradContainer:
         with self._lock:
             return [self._results[id] for id in context.results if id in self._results]
 
-    def _pop(self, id: AutogradMessageId) -> Sequence[SentArguments | SentResults | RemoteSegment | None]:
+    def _pop(
+        self, id: AutogradMessageId
+    ) -> Sequence[SentArguments | SentResults | RemoteGraphSegment | None]:
         return self._arguments.pop(id, None), self._pop_results(id), self._segments.pop(id, None)
 
     def _pop_results(self, id: AutogradMessageId) -> SentResults | None:
@@ -219,7 +221,7 @@ class DistAutogradContainer:
 
     def release(self, messages: Sequence[AutogradMessageId]) -> bool:
         """Lets go of messages. Whether there were any."""
-        released: list[SentArguments | SentResults | RemoteSegment] = []
+        released: list[SentArguments | SentResults | RemoteGraphSegment] = []
         with self._lock:
             for id in messages:
                 for kept in self._pop(id):
@@ -229,7 +231,7 @@ class DistAutogradContainer:
                         if context is not None:
                             context.arguments.discard(id)
                             context.results.discard(id)
-                            context.segments.discard(id)
+                            context.remote_segments.discard(id)
         if messages:
             self.when_released(messages)
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
@@ -258,7 +260,9 @@ class DistAutogradContainer:
         """Lets go of a context and all its messages."""
         with self._lock:
             context = self._contexts.pop(id, None)
-            messages = [] if context is None else [*context.arguments, *context.results, *context.segments]
+            messages = (
+                [] if context is None else [*context.arguments, *context.results, *context.remote_segments]
+            )
             released = [self._pop(message) for message in messages]
             if context is not None:
                 self.counts.add(id.peer, -1)
@@ -266,7 +270,7 @@ class DistAutogradContainer:
         return context
 
     def drop_owner(self, owner: int, keeps: Callable[[int], bool]) -> list[DistAutogradContext]:
-        """Lets go of everything that belongs to a client, save what came by way of peers that keep it."""
+        """Drops all contexts of a client, except those that came through a peer for which `keeps` is true."""
         owned = [context for context in self.contexts() if context.id.peer == owner]
         dropped = [context for context in owned if not any(map(keeps, tuple(context.peers)))]
         for context in dropped:

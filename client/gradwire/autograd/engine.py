@@ -18,7 +18,7 @@ from gradwire import wire
 from gradwire.autograd.borrowed_grad import borrowed_grad
 from gradwire.autograd.contexts import DistAutogradContainer
 from gradwire.autograd.feedback import ErrorFeedback
-from gradwire.autograd.kept_state.segments import Segments
+from gradwire.autograd.kept_state.graph_segments import GraphSegments
 from gradwire.autograd.kept_state.suspended import SuspendedBackward
 from gradwire.autograd.leases import ContextLeases
 from gradwire.autograd.passes import Passes, new_id
@@ -32,12 +32,12 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 if TYPE_CHECKING:
     from gradwire.autograd.graph_tasks import BackwardRun
 
-__all__ = ["DistEngine", "not_kept_apart"]
+__all__ = ["DistEngine", "no_read_guard"]
 
 _NOTHING = nullcontext()
 
 
-def not_kept_apart(leaves: Sequence[Node]) -> AbstractContextManager[object]:
+def no_read_guard(leaves: Sequence[Node]) -> AbstractContextManager[object]:
     """For a peer on which nothing changes parameters behind a backward's back."""
     return _NOTHING
 
@@ -56,17 +56,17 @@ class DistEngine:
         self.passes = Passes(peer)
         self.releases = Releases(self.container)
         self.leases = ContextLeases(peer, self.container, find_link)
-        self.segments = Segments(peer)
+        self.graph_segments = GraphSegments(peer)
         self.suspended: dict[AutogradMessageId, SuspendedBackward] = {}
         """Backwards that wait for gradients which are still to come."""
         self.live: set[AutogradMessageId] = set()
-        """Arguments that came in and are part of some graph, and results that depend on third peers'
-        messages. As long as there are none, nothing here depends on a message of another peer."""
+        """Received messages that later sends may depend on: arguments, and results that depend on a third
+        peer. While it is empty, nothing that is sent needs `depends_on`."""
         self._find_link = find_link
-        self.reading: Callable[[Sequence[Node]], AbstractContextManager[object]] = not_kept_apart
-        """Entered around a backward that reaches these leaves: steps, which change them, are kept apart from
-        it."""
-        self.stepping: Callable[[Sequence[torch.Tensor]], AbstractContextManager[object]] = borrowed_grad
+        self.guard_backward: Callable[[Sequence[Node]], AbstractContextManager[object]] = no_read_guard
+        """Entered around a backward that reaches these leaves: keeps optimizer steps from changing them
+        meanwhile."""
+        self.guard_step: Callable[[Sequence[torch.Tensor]], AbstractContextManager[object]] = borrowed_grad
         """Entered around a step that finds its gradients in `.grad` of these leaves: other steps wait."""
 
     def new_id(self) -> AutogradMessageId:
@@ -96,8 +96,8 @@ class DistEngine:
         return link
 
     def forget_client(self, client: int, *, is_gone: bool) -> None:
-        """A client has no link to this peer any more. Unless it `is_gone`, it may come by way of other
-        peers."""
+        """A client has no link to this peer any more. `is_gone` is False if only the link was closed: the
+        client may still take part through other peers."""
         self.passes.forget(client)
         self.feedback.forget(client)
         self.leases.end_of_client(client, is_gone=is_gone)

@@ -99,7 +99,7 @@ class GradientCodecs:
         self._feedback = feedback
         self._peer = peer
         self._compression = compression
-        # A gradient that will be differentiated is a function of this pass alone.
+        # With create_graph the gradient is differentiated, so errors of earlier passes must not be added.
         self._owes = (
             compression.error_feedback and compression.backward == tensor_pb2.CODEC_INT8 and not create_graph
         )

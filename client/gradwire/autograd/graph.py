@@ -94,8 +94,8 @@ class _Owner(torch.autograd.Function):
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """What `torch.autograd.graph.get_gradient_edge` gives, for sparse tensors, too.
 
-    That function makes a view to hold on to a node which Python defined, or to that of a leaf; sparse tensors
-    have no views.
+    That function makes a view, to keep alive a leaf's node or one that Python defined. Sparse tensors have no
+    views.
     """
     if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)

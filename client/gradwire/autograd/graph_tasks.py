@@ -19,7 +19,7 @@ from gradwire.autograd.graph import edge_of, wants_all_leaves
 from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.kept_state.gathering import Gatherings
 from gradwire.autograd.kept_state.remote_segments import arguments_behind
-from gradwire.autograd.propagating import Batch, Propagation, propagate
+from gradwire.autograd.propagating import GradientsToSend, Propagation, send_gradients
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.torch_internals import (
     current_graph_task_id,
@@ -125,8 +125,8 @@ class running:
 def current_run() -> BackwardRun | None:
     """The run whose graph task runs now.
 
-    Code that runs in backward may start graph tasks of its own, to which torch hands on what is said of the
-    run: they are not part of it. Those that are have the marker among their nodes.
+    torch passes the stashed run on to graph tasks that code starts during backward. Those do not belong to
+    the run. A graph task belongs to it only if RUN_MARKER is among its nodes.
     """
     if not is_stashed(_RUN_KEY) or not will_engine_execute_node(RUN_MARKER.node):
         return None
@@ -137,8 +137,8 @@ def current_run() -> BackwardRun | None:
 class GraphTaskState:
     """One graph task. Kept alive by the callback that the engine runs at its end.
 
-    What is done for it is done `with` it: a failure abandons it at once, since the traceback of the error
-    refers to it, so that its destructor may come late.
+    Use it as ``with task:``. If the block raises, the task is abandoned at once: its destructor could come
+    too late, because the traceback keeps it alive.
     """
 
     def __init__(self, id: int, run: BackwardRun | None) -> None:
@@ -174,34 +174,34 @@ class GraphTaskState:
         if failure is not None:
             self.abandon()
 
-    def propagate(self, received: ReceivedTensors, gradients: Gradients) -> None:
-        """Sends gradients to where tensors came from, without waiting; or gathers them first, for kept
-        state."""
+    def send_or_gather(self, received: ReceivedTensors, gradients: Gradients) -> None:
+        """Sends gradients to the peer that tensors came from, without waiting, or gathers them first (kept
+        state)."""
         received.mark_freed(gradients, for_good=not self.retain_graph)
-        if received.group is None or not received.group.has_others or self.create_graph:
-            self.send(Batch([(received, gradients)]))
+        if received.group is None or not received.group.has_several or self.create_graph:
+            self.send(GradientsToSend([(received, gradients)]))
         else:
             self._gatherings.of(received, received.group).add(received, gradients, self)
 
     def skip(self, received: ReceivedTensors) -> None:
         """The recv node of a message ran without a gradient."""
-        if received.group is not None and received.group.has_others:
+        if received.group is not None and received.group.has_several:
             self._gatherings.of(received, received.group).add(received, None, self)
 
-    def send(self, batch: Batch) -> Propagation:
+    def send(self, to_send: GradientsToSend) -> Propagation:
         """Sends gradients in one request, without waiting."""
         sent: list[Propagation] = []
 
         def expect(propagation: Propagation) -> None:
             sent.append(propagation)
             self._sent.append(propagation)
-            later = batch.suspension.to_come if batch.suspension is not None else ()
-            going_on = [*(received for received, _ in batch.items), *batch.passed]
+            later = to_send.suspension.to_come if to_send.suspension is not None else ()
+            going_on = [*(received for received, _ in to_send.items), *to_send.no_longer_awaited]
             for arguments in arguments_behind(going_on, later):
                 self.awaited[arguments.id] = arguments
                 arguments.await_response(self.id, propagation)
 
-        propagate(batch, self, expect)
+        send_gradients(to_send, self, expect)
         return sent[0]
 
     def before_collecting(self, sent: SentArguments) -> None:
@@ -211,7 +211,7 @@ class GraphTaskState:
             return
         if sent.group is not None:
             for gathering in self._gatherings:
-                if gathering.group.whole is sent.group.whole:
+                if gathering.group.root is sent.group.root:
                     gathering.flush(self, may_wait=True)
         if not all(propagation.is_settled for propagation in sent.awaited_in(self.id)):
             self._flush()  # so that others work meanwhile
@@ -220,7 +220,7 @@ class GraphTaskState:
         for gathering in self._gatherings:
             gathering.flush(self, may_wait=False)
 
-    def settle(self) -> None:
+    def wait_for_requests(self) -> None:
         """Waits until all is done that follows from what ran so far."""
         self._flush()
         for gathering in self._gatherings:

@@ -58,7 +58,7 @@ class WaitingHooks:
         with self._lock:
             self._passes.setdefault(pass_id, _Waiting()).links.update(links)
 
-    def wait_for(self, pass_id: AutogradMessageId) -> bool:
+    def any_waiting(self, pass_id: AutogradMessageId) -> bool:
         """Whether any wait for the end of a pass, here or further on."""
         return pass_id in self._passes
 

@@ -49,7 +49,8 @@ class ContextLeases:
     def end_of_client(self, client: int, *, is_gone: bool) -> None:
         """A client has no link to this peer any more: lets go of what was held for it, or sent to it.
 
-        Unless it `is_gone`, it keeps what came by way of other peers that are linked.
+        If the client itself lives (`is_gone` is False), contexts that came through other linked peers are
+        kept.
         """
         keeps = (lambda _: False) if is_gone else self.is_linked
         for context in self._container.drop_owner(client, keeps):

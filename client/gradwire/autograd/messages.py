@@ -13,7 +13,7 @@ import torch
 
 from gradwire import wire
 from gradwire.autograd.engine import DistEngine
-from gradwire.autograd.kept_state.segments import SegmentHandle
+from gradwire.autograd.kept_state.graph_segments import SegmentHandle
 from gradwire.autograd.kept_state.suspended import add_injector
 from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.autograd.send_recv import add_send, receive, send
@@ -50,7 +50,7 @@ def send_call(
     if released or learned or sent is not None:
         engine.releases.undo_if_failed(future, link, None if sent is None else sent.id, released, learned)
     if learned:
-        request.autograd.knows.extend(message_protos(learned))
+        request.autograd.received_handles.extend(message_protos(learned))
     if released:
         request.released.extend(message_protos(released))
 
@@ -63,10 +63,11 @@ def receive_call(
     what: str,
     compression: autograd_pb2.Compression | None = None,
 ) -> None:
-    """Makes the arguments of a call part of the graph here. Their gradients are compressed as it says."""
+    """Makes the arguments of a call part of the graph here. `compression` says how their gradients are sent
+    back."""
     engine.passes.learn_oldest(metadata.context.peer, metadata.oldest_pass)
-    if metadata.knows and link is not None:
-        engine.releases.to(link).confirm(message_ids(metadata.knows))
+    if metadata.received_handles and link is not None:
+        engine.releases.to(link).confirm(message_ids(metadata.received_handles))
     if not metadata.HasField("message") or not torch.is_grad_enabled():
         decoder.keep_requires_grad()
         return
@@ -110,14 +111,13 @@ def _record_own_results(
     tensors: Sequence[torch.Tensor],
     metadata: autograd_pb2.AutogradMetadata,
 ) -> None:
-    """For results of a call that came back here, within a context of this very process.
+    """For a call that another peer makes here, in a context that this peer opened.
 
-    They are part of the graph of what this process will get as the response to its own call. So they are
-    recorded like arguments that it sends, and are themselves among the messages that the response depends on:
-    a backward here then goes through them in one graph task, and torch.autograd.grad sees their leaves.
+    The results lie behind this peer's own call, so they are recorded as sent arguments and named in
+    depends_on. A backward then passes them in one graph task, and torch.autograd.grad sees their leaves.
     """
     as_arguments = SentArguments(sent.id, sent.context, tensors, sent.peer)
-    reached = engine.segments.reached_by(tensors, sent.peer)
+    reached = engine.graph_segments.reached_by(tensors, sent.peer)
     metadata.depends_on.extend(message_protos([sent.id, *reached]))
     add_send(as_arguments, tensors)
     engine.container.keep_arguments(as_arguments)
@@ -135,10 +135,10 @@ def _describe_dependencies(
     reached: Sequence[AutogradMessageId]
     builds_on: Sequence[AutogradMessageId] = ()
     if link is None:
-        reached = engine.segments.reached_by(tensors, sent.peer)
+        reached = engine.graph_segments.reached_by(tensors, sent.peer)
     else:
         handle = SegmentHandle(sent.id, sent.context, sent.peer)
-        reached, builds_on = engine.segments.name(tensors, handle, own_call)
+        reached, builds_on = engine.graph_segments.dependencies_of_results(tensors, handle, own_call)
         if handle.is_usable:
             engine.releases.to(link).offer(handle)
             add_injector(sent, tensors)
@@ -155,7 +155,8 @@ def receive_response(
     what: str,
     compression: autograd_pb2.Compression | None = None,
 ) -> None:
-    """Makes the results of a call part of the graph here. Their gradients are compressed as it says."""
+    """Makes the results of a call part of the graph here. `compression` says how their gradients are sent
+    back."""
     try:
         if response.HasField("autograd"):
             receive(engine, response.autograd, decoder, link, what, compression, are_arguments=False)

@@ -1,7 +1,7 @@
 """Backward passes: all that one backward() sets off, on every peer.
 
-A pass that failed may leave work behind on a peer that was slow or stopped. Each call tells the number of the
-oldest pass of its context's owner that still goes on, so that work of older passes is refused.
+A pass that failed may leave work behind on a peer that was slow or stopped. Each call carries the number of
+the oldest unfinished pass of its context's owner; work of older passes is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.wire.ids import AutogradMessageId
 __all__ = ["Passes", "new_id"]
 
 _numbers = itertools.count(1)
-"""For the ids of all peers of the process: what a worker keeps is known by one number to all of them."""
+"""One counter for all peers of the process, because one object store may serve several of them."""
 
 
 def new_id(peer: int) -> AutogradMessageId:

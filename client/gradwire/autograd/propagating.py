@@ -23,26 +23,26 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
     from gradwire.autograd.graph_tasks import GraphTaskState
-    from gradwire.autograd.kept_state.remote_segments import RemoteSuspension
+    from gradwire.autograd.kept_state.remote_segments import RemoteSuspendedBackward
 
-__all__ = ["Batch", "Item", "Propagation", "propagate", "tell_pass_ended"]
+__all__ = ["GradientsToSend", "Propagation", "ResultGradients", "send_gradients", "tell_pass_ended"]
 
-Item = tuple[ReceivedTensors, Gradients]
+ResultGradients = tuple[ReceivedTensors, Gradients]
 
 
 @dataclass(slots=True)
-class Batch:
+class GradientsToSend:
     """Gradients for tensors of one peer, to be backpropagated in one run. In the plain case: one item."""
 
-    items: Sequence[Item]
-    suspension: RemoteSuspension | None = None
+    items: Sequence[ResultGradients]
+    suspension: RemoteSuspendedBackward | None = None
     """Kept state: the suspended backward that they are part of."""
-    announced: Sequence[ReceivedTensors] = ()
+    awaited_later: Sequence[ReceivedTensors] = ()
     """Kept state: the results whose gradients will come later, if the suspended backward starts with this
-    batch."""
-    passed: Sequence[ReceivedTensors] = ()
-    """Kept state: results that the suspended backward waits for no longer. What earlier gradients have in
-    common with those results goes on now."""
+    to_send."""
+    no_longer_awaited: Sequence[ReceivedTensors] = ()
+    """Kept state: results that the suspended backward no longer waits for. Gradients that waited for them at
+    a shared node go on."""
 
     @property
     def representative(self) -> ReceivedTensors:
@@ -82,8 +82,8 @@ class Propagation:
             return
         failure = self._wait_for_failure()
         if failure is not None:
-            # A copy. The traceback of the error that the future keeps would lead back to the future, and
-            # such a cycle keeps the activations of all frames on the way until the collector comes.
+            # Raises a copy: the future keeps the original, whose traceback would refer back to the future.
+            # That cycle would keep the tensors of all frames until the garbage collector runs.
             raise _with_note(failure, f"while propagating gradients to {self.what}")
         with self._lock:
             if self._deliver is not None:
@@ -123,29 +123,32 @@ def _with_note(error: BaseException, note: str) -> BaseException:
     return error
 
 
-def propagate(batch: Batch, task: GraphTaskState, expect: Callable[[Propagation], None]) -> None:
+def send_gradients(
+    to_send: GradientsToSend, task: GraphTaskState, expect: Callable[[Propagation], None]
+) -> None:
     """Sends gradients to where the tensors came from.
 
     `expect` is told before they leave: contributions from a third peer may be back before this returns.
     """
-    to = batch.representative
+    to = to_send.representative
     engine = to.engine
     link = engine.link_to(to)
     releases = engine.releases.to(link)
     encoder = wire.Encoder(inline_bytes=link.inline_bytes)
-    request = _request_of(batch, task, link, encoder)
+    request = _request_of(to_send, task, link, encoder)
     sent = None
     if task.create_graph:
-        # Propagating is then itself a call that is recorded. (The heart imports this module, so it comes
-        # late.)
+        # Propagating is then itself a call that is recorded. (Imported here, because `send_recv` imports this
+        # module.)
         from gradwire.autograd.send_recv import send
 
         to.context.write(request.autograd.context)
         sent = send(engine, request.autograd, encoder.tensors, to.context, link)
     future = ResponseFuture()
     future.on_discarded = releases.on_discarded(autograd_pb2.PropagateGradientsResponse)
-    # The flag tells the other peer to let go of the results after this, if it comes to that.
-    lets_go = [] if request.retain_graph else [item for item, _ in batch.items if not item.are_arguments]
+    # Without retain_graph the other peer releases these results after serving the request, if that reaches
+    # it.
+    lets_go = [] if request.retain_graph else [item for item, _ in to_send.items if not item.are_arguments]
     # Last, so that nothing which was taken can get lost before the undoing is arranged.
     released = releases.take()
     if released:
@@ -158,7 +161,7 @@ def propagate(batch: Batch, task: GraphTaskState, expect: Callable[[Propagation]
     # response.
     awaited, awaiting_end = task.awaited, task.awaiting_end
     deliver = partial(
-        _deliver, engine, task.id, awaited, awaiting_end, batch.suspension, link, what, to.compression
+        _deliver, engine, task.id, awaited, awaiting_end, to_send.suspension, link, what, to.compression
     )
     try:
         table, attachments = encoder.finish()
@@ -178,15 +181,15 @@ def propagate(batch: Batch, task: GraphTaskState, expect: Callable[[Propagation]
         future.cancel()
         raise
     for received in lets_go:
-        received.released()
+        received.mark_released()
 
 
 def _request_of(
-    batch: Batch, task: GraphTaskState, link: Link, encoder: wire.Encoder
+    to_send: GradientsToSend, task: GraphTaskState, link: Link, encoder: wire.Encoder
 ) -> autograd_pb2.PropagateGradientsRequest:
-    to, run = batch.representative, task.run
+    to, run = to_send.representative, task.run
     request = autograd_pb2.PropagateGradientsRequest(
-        retain_graph=task.retain_graph or not all(received.is_freed for received, _ in batch.items),
+        retain_graph=task.retain_graph or not all(received.is_freed for received, _ in to_send.items),
         create_graph=task.create_graph,
         skip_leaves=not task.collect_leaves,
         detect_anomaly=anomaly_is_wanted(),
@@ -195,13 +198,15 @@ def _request_of(
     task.pass_id(to.engine).write(getattr(request, "pass"))
     if run is not None and run.collect_into is not None:
         run.collect_into.write(request.collect_into)
-    if batch.suspension is not None:
-        batch.suspension.id.write(request.suspended_backward)
-        request.to_come.extend(message_protos(received.source for received in batch.announced))
+    if to_send.suspension is not None:
+        to_send.suspension.id.write(request.suspended_backward)
+        request.gradients_to_come.extend(
+            message_protos(received.source for received in to_send.awaited_later)
+        )
     if to.compression is not None:
         request.compression.CopyFrom(to.compression)
-    for index, (received, gradients) in enumerate(batch.items):
-        message = request.also.add() if index else request.gradients
+    for index, (received, gradients) in enumerate(to_send.items):
+        message = request.more_gradients.add() if index else request.gradients
         codecs = None
         if received.compression is not None and received.compression.backward in link.peer_codecs:
             codecs = GradientCodecs(
@@ -216,7 +221,7 @@ def _deliver(
     task: int,
     awaited: dict[AutogradMessageId, SentArguments],
     awaiting_end: set[Link],
-    suspension: RemoteSuspension | None,
+    suspension: RemoteSuspendedBackward | None,
     link: Link,
     what: str,
     compression: autograd_pb2.Compression | None,

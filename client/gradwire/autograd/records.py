@@ -1,7 +1,7 @@
 """What a peer remembers of tensors that crossed to or from another peer.
 
 Sending arguments leaves a `SentArguments` at the sender and a `ReceivedTensors` at the receiver; sending
-results leaves a `SentResults` and a `ReceivedTensors`. Gradients flow from ReceivedTensors to what was sent.
+results leaves a `SentResults` and a `ReceivedTensors`. Gradients flow from the receiver to the sender.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
-    from gradwire.autograd.kept_state.remote_segments import Group, RemoteSegment
+    from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup
     from gradwire.autograd.propagating import Propagation
     from gradwire.autograd.releases import PeerReleases
 
@@ -42,7 +42,7 @@ class SentArguments:
         self.metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
-        self.group: Group | None = None
+        self.group: ResultGroup | None = None
         """Of the results that depend on them, if those have a graph in common."""
         # Reentrant: the destructor of a graph task's state may run at any moment, within these very methods.
         self._lock = threading.RLock()
@@ -148,7 +148,7 @@ class ReceivedTensors:
         compression: autograd_pb2.Compression | None = None,
         depends_on: Sequence[SentArguments] = (),
         foreign: Sequence[AutogradMessageId] = (),
-        builds_on: Sequence[RemoteSegment] = (),
+        builds_on: Sequence[RemoteGraphSegment] = (),
     ) -> None:
         self.engine = engine
         self.source = source
@@ -167,7 +167,7 @@ class ReceivedTensors:
         self.builds_on = builds_on
         """Parts of the sender's graph that the tensors lead into: they depend on what those depend on,
         too."""
-        self.group: Group | None = None
+        self.group: ResultGroup | None = None
         """Results with which these may have parts of the sender's graph in common."""
         self.node: weakref.ref[Any] | None = None
         """The recv node."""
@@ -178,10 +178,10 @@ class ReceivedTensors:
         self._releases = releases
 
     def is_known_to(self, peer: int) -> bool:
-        """Whether a peer knows what is behind these tensors, once it is told that they are reached.
+        """Whether a peer can itself find what these tensors depend on.
 
-        It does of arguments that it sent: they have a send node in its graph. Of results that it sent it is
-        never told that they are reached.
+        It can for arguments that it sent: their send node is in its graph. Results are never named to the
+        peer that sent them.
         """
         return self.are_arguments and self.source.peer == peer
 
@@ -206,7 +206,7 @@ class ReceivedTensors:
         """Whether no backward can come through any of the tensors any more."""
         return len(self._freed) == self.arity
 
-    def released(self) -> None:
+    def mark_released(self) -> None:
         """The sender has let go already."""
         self._releases = None
 

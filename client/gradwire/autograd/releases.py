@@ -22,7 +22,7 @@ from gradwire.transport.base import Link, Payload, ResponseFuture, Sendable, Ser
 from gradwire.wire.ids import AutogradMessageId, message_ids, message_protos
 
 if TYPE_CHECKING:
-    from gradwire.autograd.kept_state.segments import SegmentHandle
+    from gradwire.autograd.kept_state.graph_segments import SegmentHandle
 
 __all__ = ["PeerReleases", "Releases", "Response"]
 
@@ -134,11 +134,11 @@ class Releases:
         released: Sequence[AutogradMessageId],
         learned: Sequence[AutogradMessageId] = (),
     ) -> None:
-        """For a request that fails: the other peer may never have seen it.
+        """Arranges what to undo if a request fails, since the other peer may never have seen it.
 
-        So it cannot say when to let go of the arguments. Should it have kept something of them before it
-        failed, a later backward through that is refused. What the request released is released again, and
-        what it said was learned is said again: both may be done twice.
+        The arguments that it sent are released here. Its releases and confirmations are queued again;
+        repeating them is harmless. If the other peer kept something of the arguments before it failed, a
+        later backward through that is refused.
         """
         # Weakly: a future keeps its callbacks, and would keep itself.
         settled = weakref.ref(future)
@@ -157,10 +157,9 @@ class Releases:
         future.when_settled(undo)
 
     def respond(self, server_call: ServerCall, response: Response, attachments: Sequence[Sendable]) -> bool:
-        """Sends a response that also says what the requester may let go of. Whether the requester gets it.
+        """Sends a response that carries the waiting releases. Returns whether the requester gets it.
 
-        If not, or if it cancels and so will not look into the response, it does not learn what there is to
-        release of its own, nor which results it could release here.
+        If it does not, or if it cancels, the releases are queued again and the results are released.
         """
         link = server_call.link
         releases = None if link is None else self.to(link)

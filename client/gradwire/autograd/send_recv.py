@@ -5,15 +5,15 @@ One call and its backward, in the order of time::
     caller                                                  worker
     send(arguments)      --- ForwardWithAutograd -->        receive(arguments), run the function
     receive(results)     <-- response --------------        remember the results (messages.send_results)
-    propagate(gradients) --- PropagateGradients --->        run the graph from results to leaves (serving)
+    on_gradients(y)      --- PropagateGradients --->        run the graph from results to leaves (serving)
     collect(sent)        <-- response --------------        contributions to the arguments
 
 `send` puts a send node below the arguments, `receive` a recv node above the tensors that came. A recv node
 has an edge to the token of every send node that its tensors depend on. So the caller's own graph says what
 depends on what remotely, and PyTorch's engine orders everything; there is no other bookkeeping of
-dependencies. In backward a recv node propagates its gradients without waiting (`propagate`), and a send node
-waits for the contributions (`collect`). Send nodes have the lowest priority, so that remote work overlaps
-with local work.
+dependencies. In backward a recv node propagates its gradients without waiting (`on_gradients`), and a send
+node waits for the contributions (`collect`). Send nodes run when nothing else can, so that remote work
+overlaps with local work.
 
 A worker's own calls to other workers are part of the same graph, so nesting follows by itself. Workers that
 keep state from call to call need no more either, but `kept_state` makes that fast; it takes part at the
@@ -63,7 +63,7 @@ def send(
     sent = SentArguments(engine.new_id(), context, differentiable, link.peer.id)
     sent.id.write(metadata.message)
     if engine.live:
-        reached = engine.segments.reached_by(differentiable, link.peer.id)
+        reached = engine.graph_segments.reached_by(differentiable, link.peer.id)
         metadata.depends_on.extend(message_protos(reached))
     add_send(sent, differentiable)
     # Kept until the worker says that nothing there refers to them: it may keep state, so that later results
@@ -107,7 +107,7 @@ def receive(
         arity=len(slots),
         depends_on=[sent for sent in own if sent is not None],
         foreign=[id for id in depends_on if id.peer != engine.peer],
-        builds_on=engine.container.segments(message_ids(metadata.builds_on)),  # kept state
+        builds_on=engine.container.remote_segments(message_ids(metadata.builds_on)),  # kept state
     )
     if received.builds_on or metadata.may_be_built_on:
         remote_segments.join(received, metadata.may_be_built_on)
@@ -130,7 +130,7 @@ def receive(
 # -- backward
 
 
-def propagate(received: ReceivedTensors, gradients: Gradients) -> bool:
+def on_gradients(received: ReceivedTensors, gradients: Gradients) -> bool:
     """Sends gradients to the peer that the tensors came from. Whether contributions may come back."""
     has_gradient = any(gradient is not None for gradient in gradients)
     run = current_run()
@@ -141,7 +141,7 @@ def propagate(received: ReceivedTensors, gradients: Gradients) -> bool:
     if has_gradient or received.group is not None:
         with current_task() as task:
             if has_gradient:
-                task.propagate(received, gradients)
+                task.send_or_gather(received, gradients)
             else:
                 task.skip(received)  # kept state: others may wait for it
     return has_gradient
@@ -188,10 +188,10 @@ class RecvRpc(torch.autograd.Function):
         ctx: Any, received: ReceivedTensors, data: Sequence[torch.Tensor], *tokens: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.received = received
-        # The garbage collector sees the owner of a node only if that is one tensor, and may look while torch,
-        # without the interpreter's lock, makes another node own it. It would call the record's destructor,
-        # which releases the message, and only then notice that the node lives. What is in the metadata
-        # belongs to the node itself, out of the collector's sight.
+        # The garbage collector sees a node's owner only if that is a single tensor. It may look just while
+        # torch, without the interpreter's lock, makes another node the owner. It would then run the record's
+        # destructor, which releases the message, though the node lives. It cannot see a node's metadata, so
+        # the record is kept there.
         ctx.metadata["gradwire.received"] = received
         received.node = weakref.ref(ctx)
         ctx.tokens = len(tokens) - 1
@@ -200,7 +200,7 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if not propagate(ctx.received, gradients):
+        if not on_gradients(ctx.received, gradients):
             return None, None, *[None] * (ctx.tokens + 1)
         # A defined gradient for every token makes the send nodes wait for contributions; none for the anchor.
         return None, None, *[TOKEN] * ctx.tokens, None

@@ -30,7 +30,7 @@ from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.runtime.scope import current_scope, entered
-from gradwire.transport.base import ServerCall
+from gradwire.transport.base import Payload, ServerCall
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids
 
 __all__ = ["serve_cleanup", "serve_propagate"]
@@ -57,13 +57,13 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
         run_waiting_hooks(engine, pass_id)
         server_call.respond(autograd_pb2.PropagateGradientsResponse().SerializeToString())
         return
-    messages = [request.gradients, *request.also] if request.HasField("gradients") else []
+    messages = [request.gradients, *request.more_gradients] if request.HasField("gradients") else []
     all_sent = [_find(engine, AutogradMessageId.parse(message.message)) for message in messages]
     metadata = [tensor for sent in all_sent for tensor in sent.metadata]
     limits = gradient_limits(engine.limits if link is None else link.limits, metadata)
     decoder = wire.Decoder(request.tensors, server_call.request.attachments, limits=limits)
     compression = request.compression if request.HasField("compression") else None
-    server_call.request = type(server_call.request)(b"")  # the gradients live in the decoder now
+    server_call.request = Payload(b"")  # the gradients live in the decoder now
     run = BackwardRun(
         engine,
         pass_id,
@@ -91,7 +91,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
         finally:
             if not request.retain_graph:
                 engine.container.release([sent.id for sent in all_sent if isinstance(sent, SentResults)])
-        response.awaits_end = engine.passes.hooks.wait_for(pass_id)
+        response.awaits_end = engine.passes.hooks.any_waiting(pass_id)
         _encode_contributions(contributions, run, response, encoder, compression)
         if request.create_graph:
             own = (
@@ -145,19 +145,19 @@ def _run(
         if isinstance(sent, SentResults) and sent.check_fresh is not None
     ]
     if not request.HasField("suspended_backward"):
-        _propagate(engine, run, context, items)
+        _run_from_sent(engine, run, context, items)
         return run.contributions, False
     results = [(sent, gradients) for sent, gradients in items if isinstance(sent, SentResults)]
     id = AutogradMessageId.parse(request.suspended_backward)
     suspended = engine.suspended.get(id)
-    if suspended is None and not request.to_come:
+    if suspended is None and not request.gradients_to_come:
         raise NotFound(f"no backward {id} is suspended here, or no longer: it failed or was given up")
     if suspended is None:
-        to_come = [_find(engine, id) for id in message_ids(request.to_come)]
+        to_come = [_find(engine, id) for id in message_ids(request.gradients_to_come)]
         all_results = [sent for sent in (*to_come, *dict(items)) if isinstance(sent, SentResults)]
         root = chain_barriers(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
         if root is None:
-            _propagate(engine, run, context, items)
+            _run_from_sent(engine, run, context, items)
             return run.contributions, False
         suspended = run.suspended = SuspendedBackward(id, engine, run, SuspendedCall(server_call))
         suspended.start(partial(_run_suspended, engine, run, context, root, request.detect_anomaly))
@@ -177,14 +177,14 @@ def _run_suspended(
         _backward(engine, run, context, [root], [torch.zeros(())])
 
 
-def _propagate(
+def _run_from_sent(
     engine: DistEngine, run: BackwardRun, context: ContextId, items: Sequence[tuple[Sent, Gradients]]
 ) -> None:
     """Backpropagates from tensors that this peer sent."""
     wanted = [
         (edge, gradient)
         for sent, gradients in items
-        if not _is_awaited(engine.container.arguments(sent.id), gradients, run)
+        if not _deliver_if_awaited(engine.container.arguments(sent.id), gradients, run)
         for edge, gradient in zip(sent.edges, gradients, strict=True)
         if edge is not None and gradient is not None
     ]
@@ -202,18 +202,17 @@ def _backward(
     into = run.collect_into or context
     is_plain = run.collect_into is None and run.pass_id.peer == engine.peer
     if run.collect_leaves and (is_plain or into == engine.ambient):
-        # Part of a plain backward() here that comes back from elsewhere, or what would be one if it had
-        # started here.
+        # This peer started the pass, or the context is its own ambient one: gradients belong in `.grad`.
         backward_into_grad(roots, gradients, run)
     else:
         backward_to_leaves(roots, gradients, run, partial(engine.accumulate, run, into))
 
 
-def _is_awaited(sent: SentArguments | None, gradients: Gradients, run: BackwardRun) -> bool:
-    """Whether gradients are for arguments that a graph task of the same pass here collects.
+def _deliver_if_awaited(sent: SentArguments | None, gradients: Gradients, run: BackwardRun) -> bool:
+    """Hands gradients to a graph task of the same pass that waits for them here. Returns whether there is
+    one.
 
-    They come from a peer that this peer sent no request to, or are for its own results. If no graph task
-    awaits them, they start a backward of their own.
+    If there is none, they start a backward of their own.
     """
     if sent is None:
         return False
@@ -245,7 +244,7 @@ def _encode_contributions(
 
 
 def serve_cleanup(engine: DistEngine, server_call: ServerCall) -> None:
-    """Lets go. It is quick, so it is served where it is read, before any later request."""
+    """Serves CleanupContext on the thread that reads: it is quick, and done before any later request."""
     request = wire.parse(autograd_pb2.CleanupContextRequest, server_call.request.body)
     context = ContextId.parse(request.context)
     if request.suspended_backwards:

@@ -4,8 +4,8 @@ Such a worker has one graph for the results of all calls. Nothing here is needed
 gradient went back through that graph alone, the sums would be the same, but T calls would cost T runs of up
 to T steps. So:
 
-- forward, on the worker: `segments` finds what a result depends on without walking any node twice, and names
-  earlier results that stand for a part of it;
+- forward, on the worker: `graph_segments` finds what a result depends on without walking any node twice, and
+  names earlier results that stand for a part of it;
 - forward, on the caller: `remote_segments` remembers what those names stand for, and which results have a
   graph in common;
 - backward, on the caller: `gathering` sends the gradients of such results in one request;

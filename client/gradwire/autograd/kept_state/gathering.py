@@ -1,6 +1,6 @@
-"""Sending gradients together that meet in one graph on the worker.
+"""Sends gradients in one request if they meet in one graph on the worker.
 
-A graph task gathers the gradients of a `Group` of results, and sends them in one request when the last of
+A graph task gathers the gradients of a `ResultGroup`, and sends them in one request when the last of
 them is there: the worker runs its graph once.
 
 A send node may need contributions before that: where the arguments of a call were computed from the result of
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from gradwire.autograd.gradients import Gradients
-from gradwire.autograd.kept_state.remote_segments import Group, RemoteSuspension
-from gradwire.autograd.propagating import Batch, Item, Propagation
+from gradwire.autograd.kept_state.remote_segments import RemoteSuspendedBackward, ResultGroup
+from gradwire.autograd.propagating import GradientsToSend, Propagation, ResultGradients
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.torch_internals import will_engine_execute_node
 
@@ -39,7 +39,7 @@ class Gatherings:
     def __iter__(self) -> Iterator[Gathering]:
         return iter(self._all)
 
-    def of(self, received: ReceivedTensors, group: Group) -> Gathering:
+    def of(self, received: ReceivedTensors, group: ResultGroup) -> Gathering:
         """The gathering that takes the gradients of a result."""
         gathering = self._by_result.get(received)
         if gathering is None:
@@ -58,12 +58,12 @@ class Gatherings:
 class Gathering:
     """The gradients of one graph task for the results of one group."""
 
-    def __init__(self, group: Group, awaited: Iterable[ReceivedTensors]) -> None:
+    def __init__(self, group: ResultGroup, awaited: Iterable[ReceivedTensors]) -> None:
         self.group = group
         self._awaited = set(awaited)
         """Results whose recv nodes have not run yet."""
-        self._gathered: list[Item] = []
-        self._suspension: RemoteSuspension | None = None
+        self._gathered: list[ResultGradients] = []
+        self._suspension: RemoteSuspendedBackward | None = None
         self._last: Propagation | None = None
         """The last request to the suspended backward."""
 
@@ -97,24 +97,28 @@ class Gathering:
         if expected:
             self._resume(expected, self._suspension, task)
         for item in alone:
-            task.send(Batch([item]))
+            task.send(GradientsToSend([item]))
 
-    def _start(self, gathered: list[Item], task: GraphTaskState) -> None:
-        # Only earlier results are announced, since the worker takes them in descending order: nothing that
-        # was sent may wait for what was not.
+    def _start(self, gathered: list[ResultGradients], task: GraphTaskState) -> None:
+        # Only earlier results are announced: the worker goes from latest to earliest, so gradients that were
+        # sent never wait for missing ones.
         first = min(received.source.number for received, _ in gathered)
         to_come = {received for received in self._awaited if received.source.number < first}
         if to_come:
             representative = gathered[0][0]
-            self._suspension = RemoteSuspension(representative.engine.new_id(), representative, to_come)
-        self._last = task.send(Batch(gathered, self._suspension, announced=list(to_come)))
+            self._suspension = RemoteSuspendedBackward(
+                representative.engine.new_id(), representative, to_come
+            )
+        self._last = task.send(GradientsToSend(gathered, self._suspension, awaited_later=list(to_come)))
 
-    def _resume(self, items: list[Item], suspension: RemoteSuspension, task: GraphTaskState) -> None:
+    def _resume(
+        self, items: list[ResultGradients], suspension: RemoteSuspendedBackward, task: GraphTaskState
+    ) -> None:
         """Sends gradients to the suspended backward; without any, it goes on to the end."""
         first = min((received.source.number for received, _ in items), default=0)
-        passed = [received for received in suspension.to_come if received.source.number >= first]
-        suspension.to_come.difference_update(passed)
-        self._last = task.send(Batch(items, suspension, passed=passed))
+        no_longer_awaited = [received for received in suspension.to_come if received.source.number >= first]
+        suspension.to_come.difference_update(no_longer_awaited)
+        self._last = task.send(GradientsToSend(items, suspension, no_longer_awaited=no_longer_awaited))
         if not suspension.to_come:
             self._suspension = None
 

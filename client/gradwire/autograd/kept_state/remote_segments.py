@@ -18,9 +18,9 @@ from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.wire.ids import AutogradMessageId, message_protos
 
 __all__ = [
-    "Group",
-    "RemoteSegment",
-    "RemoteSuspension",
+    "RemoteGraphSegment",
+    "RemoteSuspendedBackward",
+    "ResultGroup",
     "SegmentToken",
     "arguments_behind",
     "join",
@@ -30,57 +30,57 @@ __all__ = [
 _lock = threading.Lock()
 
 
-class Group:
+class ResultGroup:
     """Results that have parts of a worker's graph in common: their gradients had better go together."""
 
     def __init__(self) -> None:
         self._members: weakref.WeakSet[ReceivedTensors] = weakref.WeakSet()
-        self._joined: Group | None = None
+        self._merged_into: ResultGroup | None = None
 
     @property
-    def whole(self) -> Group:
+    def root(self) -> ResultGroup:
         """The group that this group has become part of."""
         group = self
-        while group._joined is not None:
-            group = group._joined
+        while group._merged_into is not None:
+            group = group._merged_into
         return group
 
     @property
     def members(self) -> list[ReceivedTensors]:
         with _lock:
-            return list(self.whole._members)
+            return list(self.root._members)
 
     @property
-    def has_others(self) -> bool:
+    def has_several(self) -> bool:
         """Whether there is more than one result in it."""
-        return len(self.whole._members) > 1
+        return len(self.root._members) > 1
 
     @staticmethod
-    def of(received: ReceivedTensors, groups: Sequence[Group]) -> Group:
+    def merge(received: ReceivedTensors, groups: Sequence[ResultGroup]) -> ResultGroup:
         """Joins groups to one, and adds results to it."""
         with _lock:
-            wholes = {group.whole for group in groups} or {Group()}
-            largest = max(wholes, key=lambda group: len(group._members))
-            for small in wholes - {largest}:
+            roots = {group.root for group in groups} or {ResultGroup()}
+            largest = max(roots, key=lambda group: len(group._members))
+            for small in roots - {largest}:
                 largest._members |= small._members
                 small._members.clear()
-                small._joined = largest
+                small._merged_into = largest
             largest._members.add(received)
             return largest
 
 
-class RemoteSegment:
-    """The part of a worker's graph that results stand for, and what it depends on of what this peer sent.
+class RemoteGraphSegment:
+    """The part of a worker's graph that a segment handle names, and this peer's arguments behind it.
 
     Kept until the worker says that nothing there leads into that part any more.
     """
 
-    def __init__(self, received: ReceivedTensors, group: Group) -> None:
+    def __init__(self, received: ReceivedTensors, group: ResultGroup) -> None:
         self.source = received.source
         self.peer = received.source.peer
         self.context = received.context
         self.group = group
-        self.builds_on: Sequence[RemoteSegment] = received.builds_on
+        self.builds_on: Sequence[RemoteGraphSegment] = received.builds_on
         self.token: torch.Tensor | None = None
         # Weakly: the worker says of each message by itself when nothing there refers to it any more.
         self._arguments = [weakref.ref(sent) for sent in received.depends_on]
@@ -98,7 +98,7 @@ class RemoteSegment:
 
 
 @dataclass(slots=True)
-class RemoteSuspension:
+class RemoteSuspendedBackward:
     """A backward on a worker that is suspended until more gradients come."""
 
     id: AutogradMessageId
@@ -124,14 +124,14 @@ def join(received: ReceivedTensors, may_be_built_on: bool) -> None:
 
     Not across contexts or workers: their gradients go to different places, and at different times.
     """
-    behind: list[SentArguments | RemoteSegment] = [*received.depends_on, *received.builds_on]
+    behind: list[SentArguments | RemoteGraphSegment] = [*received.depends_on, *received.builds_on]
     if any(b.peer != received.source.peer or b.context != received.context for b in behind):
         return
-    group = received.group = Group.of(received, [b.group for b in behind if b.group is not None])
+    group = received.group = ResultGroup.merge(received, [b.group for b in behind if b.group is not None])
     for sent in received.depends_on:
         sent.group = group
     if may_be_built_on:
-        received.engine.container.keep_segment(RemoteSegment(received, group))
+        received.engine.container.keep_remote_segment(RemoteGraphSegment(received, group))
         if received.link is not None:
             received.engine.releases.to(received.link).append_learned(received.source)
 
@@ -151,8 +151,8 @@ class SegmentToken(torch.autograd.Function):
         return *[token_gradient[0]] * ctx.tokens, None
 
 
-def token_of(segment: RemoteSegment) -> torch.Tensor:
-    """A token for all that a segment depends on: else each of many results would need one for every send
+def token_of(segment: RemoteGraphSegment) -> torch.Tensor:
+    """One token for all that a segment depends on. Without it each result would need a token for every send
     node."""
     if segment.token is None:
         tokens = [sent.token for sent in segment.arguments]
@@ -166,10 +166,10 @@ def token_of(segment: RemoteSegment) -> torch.Tensor:
 def arguments_behind(
     results: Iterable[ReceivedTensors], later: Container[ReceivedTensors | None] = ()
 ) -> list[SentArguments]:
-    """The arguments that gradients for results may bring contributions to, save those that are only reached
-    through results whose gradients come `later`."""
+    """The arguments that may get contributions when `results` get gradients, without those that are reached
+    only through results in `later`."""
     arguments: dict[SentArguments, None] = {}
-    stack: list[RemoteSegment] = []
+    stack: list[RemoteGraphSegment] = []
     for received in results:
         arguments.update(dict.fromkeys(received.depends_on))
         stack.extend(received.builds_on)

@@ -4,7 +4,7 @@ The backward has one root: a chain of `Barrier` nodes, one for each result, late
 the gradient of its result, and then lets the result's `GradientInjector` bring it into the graph. PyTorch's
 engine does the rest: where the graphs of two results meet, it goes on when both gradients are in. Barriers
 have the lowest priority of all nodes, so when a barrier begins to wait, everything that follows from the
-gradients so far is done, and the requests that brought them are answered.
+gradients so far is done, and the requests that brought them get their responses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["SuspendedBackward", "SuspendedCall", "add_injector", "chain_barriers"]
 
 Items = Sequence[tuple[SentResults, Gradients]]
-Answer = tuple[Contributions, bool]
+Outcome = tuple[Contributions, bool]
 """What has been contributed, and whether the backward is suspended until more gradients come."""
 
 _LIVENESS_SECONDS = 1.0
@@ -107,7 +107,8 @@ def chain_barriers(results: Sequence[SentResults]) -> torch.Tensor | None:
 def _runs_on_one_thread(root: torch.Tensor) -> bool:
     """Whether the engine runs all nodes on one thread, and barriers last of all.
 
-    A device has a thread of its own, which may have work for this thread while a barrier keeps it waiting.
+    Each device has its own engine thread, which may hand work to this one; a waiting barrier would block that
+    work.
     """
     accelerated = torch.accelerator.is_available()
     for node in nodes_from([root]):
@@ -129,11 +130,11 @@ class SuspendedCall(ServerCall):
         self.deadline, self.link = first.deadline, first.link
 
     def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
-        """Never called: `SuspendedBackward.add` answers each request by itself."""
+        """Never called: `SuspendedBackward.add` responds to each request by itself."""
         return False
 
     def fail(self, error: link_pb2.Error) -> None:
-        """Never called: `SuspendedBackward.add` answers each request by itself."""
+        """Never called: `SuspendedBackward.add` responds to each request by itself."""
 
 
 class SuspendedBackward:
@@ -146,7 +147,7 @@ class SuspendedBackward:
         self.server_call = call
         self._engine = weakref.proxy(engine)
         self._run = run
-        self._inbox: SimpleQueue[tuple[Items, Future[Answer]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Items, Future[Outcome]] | None] = SimpleQueue()
         """Requests that came; None wakes the backward after `give_up`."""
         self._lock = threading.Lock()
         self._ended: str | None = None
@@ -154,9 +155,9 @@ class SuspendedBackward:
         # Of the backward's own thread alone:
         self._gradients: dict[AutogradMessageId, Gradients] = {}
         self._lowest: int | None = None
-        """The number of the earliest result whose gradient came. Those of later results do not come any
-        more."""
-        self._unanswered: list[Future[Answer]] = []
+        """The number of the earliest result with a gradient. No gradients come any more for results after
+        it."""
+        self._without_response: list[Future[Outcome]] = []
 
     # -- for the threads that bring requests
 
@@ -171,17 +172,17 @@ class SuspendedBackward:
             del self._engine.suspended[self.id]
             raise
 
-    def add(self, items: Items, server_call: ServerCall) -> Answer:
+    def add(self, items: Items, server_call: ServerCall) -> Outcome:
         """Adds gradients, and returns when all that follows from them is done. Without gradients: no more
         come."""
-        answered: Future[Answer] = Future()
+        outcome: Future[Outcome] = Future()
         with self._lock:
             if self._ended is not None:
                 raise Cancelled(f"the suspended backward has ended: {self._ended}")
-            self._inbox.put((items, answered))
+            self._inbox.put((items, outcome))
         take_back = server_call.when_cancelled(self.give_up)
         try:
-            return answered.result()
+            return outcome.result()
         finally:
             take_back()
 
@@ -201,14 +202,14 @@ class SuspendedBackward:
                 work()
         except BaseException as error:  # whatever it is, the requesters are told
             failure = error
-        del work  # and the graph with it, before the requests are answered
+        del work  # and the graph with it, before the responses are sent
         self._run.suspended = None
         self._engine.suspended.pop(self.id, None)
         with self._lock:
             self._ended = self._ended or ("it has failed" if failure else "it is done")
         while not self._inbox.empty():
             self._take_one()
-        self._answer(failure, is_suspended=False)
+        self._respond(failure, is_suspended=False)
 
     def take(self, id: AutogradMessageId) -> Gradients | None:
         """The gradients that came for a result."""
@@ -220,9 +221,9 @@ class SuspendedBackward:
             return
         task = find_task(current_graph_task_id())
         if task is not None:
-            task.settle()
+            task.wait_for_requests()
         self._run.check_fresh()
-        self._answer(None, is_suspended=True)
+        self._respond(None, is_suspended=True)
         while not self._has_come(id):
             # Nothing is computed meanwhile, so others may change parameters.
             waiting(partial(self._take_one, _LIVENESS_SECONDS))
@@ -244,8 +245,8 @@ class SuspendedBackward:
             return
         if taken is None:
             return
-        items, answered = taken
-        self._unanswered.append(answered)
+        items, outcome = taken
+        self._without_response.append(outcome)
         self._gradients.update((sent.id, gradients) for sent, gradients in items)
         self._run.checks += (sent.check_fresh for sent, _ in items if sent.check_fresh is not None)
         self._lowest = min((sent.id.number for sent, _ in items), default=-1)
@@ -257,12 +258,12 @@ class SuspendedBackward:
         elif self._engine.passes.is_over(self._run.pass_id):
             self.give_up("the backward that it is part of is over")
 
-    def _answer(self, failure: BaseException | None, *, is_suspended: bool) -> None:
-        """Answers the requests so far: the first gets all contributions."""
-        unanswered, self._unanswered = self._unanswered, []
-        for answered in unanswered:
+    def _respond(self, failure: BaseException | None, *, is_suspended: bool) -> None:
+        """Lets the requests so far be responded to: the first with all contributions."""
+        without_response, self._without_response = self._without_response, []
+        for outcome in without_response:
             if failure is not None:
-                answered.set_exception(failure)
+                outcome.set_exception(failure)
             else:
                 contributions, self._run.contributions = self._run.contributions, []
-                answered.set_result((contributions, is_suspended))
+                outcome.set_result((contributions, is_suspended))

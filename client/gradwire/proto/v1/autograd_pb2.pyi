@@ -25,22 +25,22 @@ class AutogradMessageId(_message.Message):
     def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class AutogradMetadata(_message.Message):
-    __slots__ = ("context", "message", "depends_on", "oldest_pass", "knows", "builds_on", "may_be_built_on")
+    __slots__ = ("context", "message", "depends_on", "oldest_pass", "received_handles", "builds_on", "may_be_built_on")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     DEPENDS_ON_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PASS_FIELD_NUMBER: _ClassVar[int]
-    KNOWS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     BUILDS_ON_FIELD_NUMBER: _ClassVar[int]
     MAY_BE_BUILT_ON_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     message: AutogradMessageId
     depends_on: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     oldest_pass: int
-    knows: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
+    received_handles: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     builds_on: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     may_be_built_on: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ..., knows: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., builds_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., may_be_built_on: bool = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ..., received_handles: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., builds_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., may_be_built_on: bool = ...) -> None: ...
 
 class Autocast(_message.Message):
     __slots__ = ("device_type", "enabled", "dtype")
@@ -140,7 +140,7 @@ class Gradients(_message.Message):
     def __init__(self, message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PropagateGradientsRequest(_message.Message):
-    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "also", "suspended_backward", "to_come", "compression", "pass_ended")
+    __slots__ = ("context", "gradients", "tensors", "retain_graph", "create_graph", "collect_into", "skip_leaves", "autograd", "released", "detect_anomaly", "more_gradients", "suspended_backward", "gradients_to_come", "compression", "pass_ended")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -152,9 +152,9 @@ class PropagateGradientsRequest(_message.Message):
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     DETECT_ANOMALY_FIELD_NUMBER: _ClassVar[int]
-    ALSO_FIELD_NUMBER: _ClassVar[int]
+    MORE_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     SUSPENDED_BACKWARD_FIELD_NUMBER: _ClassVar[int]
-    TO_COME_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_TO_COME_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     PASS_ENDED_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
@@ -167,12 +167,12 @@ class PropagateGradientsRequest(_message.Message):
     autograd: AutogradMetadata
     released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     detect_anomaly: bool
-    also: _containers.RepeatedCompositeFieldContainer[Gradients]
+    more_gradients: _containers.RepeatedCompositeFieldContainer[Gradients]
     suspended_backward: AutogradMessageId
-    to_come: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
+    gradients_to_come: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     compression: Compression
     pass_ended: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., also: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., suspended_backward: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., to_come: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., pass_ended: bool = ..., **kwargs) -> None: ...
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., retain_graph: bool = ..., create_graph: bool = ..., collect_into: _Optional[_Union[ContextId, _Mapping]] = ..., skip_leaves: bool = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., detect_anomaly: bool = ..., more_gradients: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., suspended_backward: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., gradients_to_come: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., pass_ended: bool = ..., **kwargs) -> None: ...
 
 class PropagateGradientsResponse(_message.Message):
     __slots__ = ("contributions", "tensors", "autograd", "released", "is_suspended", "awaits_end")

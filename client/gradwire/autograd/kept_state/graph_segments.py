@@ -1,10 +1,9 @@
 """What the graph on this peer depends on, found without walking any of its nodes twice.
 
 A walk goes from tensors that are about to be sent back to where the graph is known already. The nodes that it
-finds first are a `GraphSegment`. Segments lead to one another as their nodes do, so the messages that a
-tensor depends on can be read off them; only that two segments of the same walk may lead to each other: some
-nodes of the first lead to nodes of the second, and those to other nodes of the first. Nodes never change what
-they lead to, so what was found stays true.
+finds first are a `GraphSegment`. GraphA segment has another below it if one of its nodes leads to a node of
+the other. So the messages that a tensor depends on can be read from the segments. Segments of one walk may
+form a circle. Nodes never change what they lead to, so a segment stays correct.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gradwire.autograd.graph import edge_of, is_leaf_node, is_token_node
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
-__all__ = ["SegmentHandle", "Segments"]
+__all__ = ["GraphSegments", "SegmentHandle"]
 
 
 class SegmentHandle:
@@ -68,10 +67,10 @@ class GraphSegment:
         """The received tensors in it that depend on messages of other peers."""
         return (received for reference in self._received if (received := reference()) is not None)
 
-    def skipped(self) -> GraphSegment:
-        """The first segment from here down that says something of its own.
+    def first_informative(self) -> GraphSegment:
+        """The first segment from here down that has messages, a handle, or more than one segment below.
 
-        Else each of many calls in a row would be a step on the way to what the first one depends on.
+        Without this, a chain of T calls would be T segments long.
         """
         segment, passed = self, {self}
         while not segment.has_messages and segment.handle is None and len(segment.below) == 1:
@@ -91,7 +90,7 @@ class Dependencies(NamedTuple):
     """Handles that stand for more of it."""
 
 
-class Segments:
+class GraphSegments:
     """The segments of a peer's graph."""
 
     def __init__(self, peer: int) -> None:
@@ -101,19 +100,18 @@ class Segments:
         self._lock = threading.Lock()
 
     def reached_by(self, tensors: Sequence[torch.Tensor], peer: int) -> list[AutogradMessageId]:
-        """The messages of other peers that tensors depend on which are about to go to a peer."""
+        """The messages of other peers that `tensors` depend on. They are about to be sent to `peer`."""
         with self._lock:
             return self._messages(self._walk(tensors), peer)
 
-    def name(
+    def dependencies_of_results(
         self, tensors: Sequence[torch.Tensor], handle: SegmentHandle, own_call: AutogradMessageId | None
     ) -> Dependencies:
-        """The same for results, which from now on are the handle of the part of the graph that they lead
-        into.
+        """What results depend on. `handle` becomes the name of the part of the graph that they lead into.
 
-        Earlier results whose handle the peer knows stand for their part. Results that have nothing in common
-        with others get no handle: most functions keep nothing. Later results that lead here after all name
-        their messages one by one.
+        Where the peer knows an earlier handle, that handle is named instead of the messages behind it.
+        Results that share nothing with others get no handle, since most functions keep nothing; if later
+        results lead there after all, the messages are named one by one.
         """
         with self._lock:
             segment = self._walk(tensors)
@@ -147,7 +145,7 @@ class Segments:
     ) -> tuple[list[GraphSegment], list[SegmentHandle]]:
         """Gives the handle to segments that have none yet, from a segment down.
 
-        Returns all segments that earlier handles do not stand for, and those handles.
+        Returns the segments that got this handle, and the earlier handles met on the way.
         """
         found: list[GraphSegment] = []
         earlier: dict[SegmentHandle, None] = {}
@@ -181,14 +179,14 @@ class Segments:
                         segment.add(metadata.get("gradwire.received"))
                         stack += following
                         continue
-                    # Of all that one result depends on, another result may depend on a part.
+                    # A token node starts a segment of its own: another result may depend on that token alone.
                     known = metadata[self._key] = GraphSegment()
                     found.append(known)
                     todo.append((known, following))
                 if known is not segment:
                     segment.below[known] = None
         for segment in found:
-            segment.below = dict.fromkeys(below.skipped() for below in segment.below)
+            segment.below = dict.fromkeys(below.first_informative() for below in segment.below)
         return found[0]
 
     def _messages(self, segment: GraphSegment, peer: int) -> list[AutogradMessageId]:
@@ -203,6 +201,6 @@ class Segments:
                     reached.update(dict.fromkeys(received.foreign))
             stack.extend(below for below in segment.below if below not in seen)
             seen.update(segment.below)
-        # What this peer sent is in its own graph, where the walk has gone on; but a peer that calls itself is
-        # told what it sent.
+        # Own messages are left out, because the walk went through their send nodes. They are kept if the peer
+        # calls itself.
         return [id for id in reached if id.peer != self._peer or peer == self._peer]
