@@ -142,6 +142,38 @@ def test_stopping_lets_calls_in_flight_finish_and_delivers_their_results(threads
         handle.large()
 
 
+class Ledger:
+    """An object of the user's with a method that optimizers have, too."""
+
+    def commit(self, ticket: int) -> int:
+        return ticket
+
+
+def test_stopping_lets_a_prepared_step_be_committed_and_nothing_else_that_is_called_commit() -> None:
+    worker = gws.Worker(Ledger, torch.nn.Linear).start()
+    handle = gw.connect(worker.address)
+    ledger = handle.remote("Ledger")
+    layer = handle.create("Linear", 3, 1)
+    optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer], lr=0.1)
+    layer(torch.ones(2, 3)).sum().backward()
+    before = layer.state_dict()["bias"].clone()
+    (part,) = optimizer._remote
+    part.start("prepare", 1, *optimizer._checks(), None, 1.0, False)()
+    assert ledger.call("commit", 1) == 1
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(worker.stop, 20)
+        while not worker._servicer.draining:
+            threading.Event().wait(0.001)
+        with pytest.raises(gw.Unavailable, match="is shutting down"):
+            ledger.call("commit", 1)
+        part.start("commit", 1)()
+        (stored,) = [
+            stored.value for stored in worker._objects._all() if isinstance(stored.value, torch.nn.Linear)
+        ]
+        assert torch.equal(stored.bias.detach(), before - 0.1 * 2)
+        assert stopping.result(20) is True
+
+
 def test_stopping_does_not_wait_forever_and_cancels_what_runs() -> None:
     runs, was_cancelled = threading.Event(), threading.Event()
 

@@ -14,11 +14,12 @@ import torch
 from gradwire import wire
 from gradwire.api.workers import handle_for
 from gradwire.autograd import AutogradMessageId, ContextId, applied_modes, receive_call, send_results
-from gradwire.errors import InvalidDeviceMap, MalformedMessage
+from gradwire.errors import InvalidDeviceMap, MalformedMessage, NotFound
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.runtime.scope import Scope, entered
 from gradwire.transport import Buffer, Link, ServerCall
+from gradwire_server.objects.optimizers import WorkerOptimizer
 from gradwire_server.objects.registry import ExposedFunction, Registry
 from gradwire_server.objects.store import ObjectOptions, ObjectStore
 from gradwire_server.objects.stored import IssuedRef, Recipe, StoredObject, is_data
@@ -111,6 +112,16 @@ class CallExecutor:
             if autograd is not None:
                 response.autograd.CopyFrom(autograd)
         return response, attachments
+
+    def runs_on_optimizer(self, request: autograd_pb2.ForwardWithAutogradRequest) -> bool:
+        """Whether a call is one of a trainer's optimizer here. Objects of the user's may have methods of the
+        same names."""
+        if not request.HasField("target"):
+            return False
+        try:
+            return isinstance(self._objects.resolve(request.target).value, WorkerOptimizer)
+        except NotFound:
+            return False
 
     def _find_function(
         self, request: autograd_pb2.ForwardWithAutogradRequest

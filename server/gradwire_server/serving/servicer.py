@@ -67,13 +67,24 @@ class Servicer:
 
     def _schedule_forward(self, server_call: ServerCall) -> None:
         """Has a call run on a thread of its own, unless the worker is shutting down."""
-        if self.draining and not _ends_prepared_step(server_call):
+        if self.draining and not self._ends_prepared_step(server_call):
             error = Unavailable(f"{self.name} is shutting down", worker=self.name)
             server_call.fail(faults.describe(error, self.name))
             return
         client = 0 if server_call.link is None else server_call.link.peer.id
         task = partial(self._run_forward, server_call, client)
         self._scheduler.submit(task, client, may_run_inline=server_call.may_run_inline)
+
+    def _ends_prepared_step(self, server_call: ServerCall) -> bool:
+        """Whether a call ends a step that was prepared. Refusing it would leave other workers with half a
+        step."""
+        try:
+            request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
+        except MalformedMessage:
+            return False
+        return request.function in ("commit", "abort", "outcome") and self._executor.runs_on_optimizer(
+            request
+        )
 
     def _run_forward(self, server_call: ServerCall, client: int) -> None:
         self._running_calls.add(server_call)
@@ -149,16 +160,6 @@ class Servicer:
                 saved_bytes=traffic.saved,
             )
         server_call.respond(response.SerializeToString())
-
-
-def _ends_prepared_step(server_call: ServerCall) -> bool:
-    """Whether a call ends a step that was prepared. Refusing it would leave other workers with half a
-    step."""
-    try:
-        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
-    except MalformedMessage:
-        return False
-    return request.HasField("target") and request.function in ("commit", "abort", "outcome")
 
 
 def _resident_bytes() -> int:
