@@ -165,7 +165,7 @@ class GrpcLink(Session):
                 self._cut()
                 streams.close(discard=True)
             if self.detach(streams):
-                log.info("the link to %s was cut: %s", self.peer, reason)
+                log.info("the connection to %s was cut: %s", self.peer, reason)
                 give_up_at = time.monotonic() + self.settings.lost_after
                 if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC has no code for this
                     give_up_at -= silence_before_cut(self.settings)

@@ -1,1 +1,1 @@
-"""What a worker serves and holds: exposed functions, objects, optimizers, locks on parameters."""
+"""What a worker serves and holds: exposed functions, objects, optimizers, access to parameters."""

@@ -24,22 +24,21 @@ from functools import partial
 from gradwire.runtime.scope import Token as ScopeToken
 from gradwire.runtime.scope import current_scope, enter, leave, waiting
 
-__all__ = ["ParameterAccess", "ParameterLock", "ReadGuard"]
+__all__ = ["ParameterAccess", "ParameterSet", "ReadGuard"]
 
 _LONGEST_READ_SECONDS = 10.0
 """A write waits for reads that have computed for less than this without a pause. A read that takes longer, or
 never ends, is overtaken, and its backward is refused: else one function that hangs would keep all trainers
 from stepping."""
 _YIELD_TO_WRITE_SECONDS = 1.0
-"""A read that begins lets a waiting write go first, for this long at most. After that the read goes ahead,
-because the write may wait for another read that waits for this read in a way that only the user's code knows
-of."""
+"""A read that begins lets a waiting write go first, for this long at most. After that the read goes ahead:
+the write may wait for a read that, inside user code, waits for this one."""
 _KEEP_PLACE_SECONDS = 1.0
 """How long a trainer whose reservation was not granted in time keeps its place in the queue."""
 
 
-class ParameterLock:
-    """Stands for a set of parameters that are written together."""
+class ParameterSet:
+    """A set of parameters that are read, reserved and written together."""
 
     __slots__ = ("__weakref__", "unversioned_writes")
 
@@ -48,17 +47,17 @@ class ParameterLock:
         """How many writes put the version counters of the parameters back afterwards."""
 
 
-Locks = frozenset[ParameterLock]
+ParameterSets = frozenset[ParameterSet]
 
 
 class ReadGuard:
     """Context manager around a computation with parameters. Each guard is entered once."""
 
-    __slots__ = ("_access", "_reset", "_scope", "is_overtaken", "locks", "started_at")
+    __slots__ = ("_access", "_reset", "_scope", "is_overtaken", "parameter_sets", "started_at")
 
-    def __init__(self, access: ParameterAccess, locks: Locks) -> None:
+    def __init__(self, access: ParameterAccess, parameter_sets: ParameterSets) -> None:
         self._access = access
-        self.locks = locks
+        self.parameter_sets = parameter_sets
         self.started_at = 0.0
         """When the computation last began or resumed, on time.monotonic's clock."""
         self.is_overtaken = False
@@ -93,13 +92,13 @@ class ReadGuard:
 _current_read: ContextVar[ReadGuard | None] = ContextVar("gradwire_read", default=None)
 
 
-class _Reservation:
-    """A request to reserve parameters, with its place in the queue."""
+class _ReservationRequest:
+    """A request to reserve parameters that was not granted yet, with its place in the queue."""
 
-    __slots__ = ("locks", "place_kept_until", "trainer")
+    __slots__ = ("parameter_sets", "place_kept_until", "trainer")
 
-    def __init__(self, locks: Locks, trainer: str | None) -> None:
-        self.locks = locks
+    def __init__(self, parameter_sets: ParameterSets, trainer: str | None) -> None:
+        self.parameter_sets = parameter_sets
         self.trainer = trainer
         self.place_kept_until: float | None = None
         """None while a thread waits for the reservation. After the thread gave up: how long the trainer may
@@ -109,10 +108,10 @@ class _Reservation:
 class _Write:
     """A write that waits for reads to end, or is under way."""
 
-    __slots__ = ("is_under_way", "locks", "requested_at", "thread")
+    __slots__ = ("is_under_way", "parameter_sets", "requested_at", "thread")
 
-    def __init__(self, locks: Locks) -> None:
-        self.locks = locks
+    def __init__(self, parameter_sets: ParameterSets) -> None:
+        self.parameter_sets = parameter_sets
         self.requested_at = time.monotonic()
         self.is_under_way = False
         self.thread = threading.get_ident()
@@ -122,8 +121,8 @@ class _Write:
 class ParameterAccess:
     """Coordinates all reads and writes of the parameters of one worker.
 
-    There is one mutex for all of them, and every read, write and reservation takes all the parameter locks
-    that it needs at one moment, so none waits for a lock while it holds another.
+    There is one mutex for all of them, and every read, write and reservation takes all the parameter sets
+    that it needs at one moment, so none waits for a set while it holds another.
     """
 
     def __init__(self) -> None:
@@ -132,18 +131,18 @@ class ParameterAccess:
         """Reads that compute now."""
         self._writes: list[_Write] = []
         """Writes that wait or are under way."""
-        self._reservation_queue: list[_Reservation] = []
+        self._reservation_queue: list[_ReservationRequest] = []
         """Requests that were not granted yet, in the order in which they came."""
-        self._reserved: set[ParameterLock] = set()
-        """The locks of all granted reservations."""
+        self._reserved: set[ParameterSet] = set()
+        """The parameter sets of all granted reservations."""
         self.waiting_reads = 0
         """How many reads wait for a write."""
 
     # -- reads
 
-    def read(self, locks: Iterable[ParameterLock]) -> ReadGuard | None:
+    def read(self, parameter_sets: Iterable[ParameterSet]) -> ReadGuard | None:
         """The guard to enter around a computation with parameters; None if there are no parameters."""
-        wanted = frozenset(locks)
+        wanted = frozenset(parameter_sets)
         return ReadGuard(self, wanted) if wanted else None
 
     def _begin_read(
@@ -172,15 +171,14 @@ class ParameterAccess:
                 self.waiting_reads -= 1
 
     def _must_wait(self, read: ReadGuard, is_outermost: bool, *, yields: bool) -> bool:
-        # A write that has waited for too long blocks every outermost read that begins, for as long as it
-        # takes until the reads that compute end or are overtaken. A nested read goes ahead, because the write
-        # waits for the read around it.
+        # A write that has waited too long blocks every new outermost read until current reads end or are
+        # overtaken. A nested read may begin, because the write waits for the read around it.
         too_long_ago = time.monotonic() - _LONGEST_READ_SECONDS
         own_thread = threading.get_ident()
         return any(
             write.is_under_way or yields or (is_outermost and write.requested_at < too_long_ago)
             for write in self._writes
-            if write.thread != own_thread and not write.locks.isdisjoint(read.locks)
+            if write.thread != own_thread and not write.parameter_sets.isdisjoint(read.parameter_sets)
         )
 
     def _add_read(self, read: ReadGuard) -> None:
@@ -196,9 +194,9 @@ class ParameterAccess:
     # -- writes
 
     @contextmanager
-    def write(self, locks: Locks) -> Iterator[None]:
+    def write(self, parameter_sets: ParameterSets) -> Iterator[None]:
         """Around a write of parameters that the caller has reserved: nothing reads them meanwhile."""
-        write = _Write(locks)
+        write = _Write(parameter_sets)
         with self._changed:
             self._writes.append(write)
         try:
@@ -212,7 +210,9 @@ class ParameterAccess:
     def _wait_to_write(self, write: _Write) -> None:
         with self._changed:
             while True:
-                reads = [read for read in self._reads if not read.locks.isdisjoint(write.locks)]
+                reads = [
+                    read for read in self._reads if not read.parameter_sets.isdisjoint(write.parameter_sets)
+                ]
                 latest_start = max((read.started_at for read in reads), default=-float("inf"))
                 left = latest_start + _LONGEST_READ_SECONDS - time.monotonic()
                 if left <= 0:
@@ -224,25 +224,27 @@ class ParameterAccess:
 
     # -- reservations
 
-    def reserve(self, locks: Locks, give_up_at: float, trainer: str | None = None) -> ExitStack | None:
+    def reserve(
+        self, parameter_sets: ParameterSets, give_up_at: float, trainer: str | None = None
+    ) -> ExitStack | None:
         """Reserves parameters until the result is closed; None if that was not granted in time.
 
         Requests are granted in the order in which they came. A request that names its trainer keeps its place
         for a while after it gave up, and the trainer's next request takes that place.
         """
         with self._changed:
-            reservation = self._place_of(trainer, locks)
-            if reservation is None:
-                reservation = _Reservation(locks, trainer)
-                self._reservation_queue.append(reservation)
-            reservation.place_kept_until = None
-            if self._can_grant(reservation):
-                return self._grant(reservation)
+            request = self._place_of(trainer, parameter_sets)
+            if request is None:
+                request = _ReservationRequest(parameter_sets, trainer)
+                self._reservation_queue.append(request)
+            request.place_kept_until = None
+            if self._can_grant(request):
+                return self._grant(request)
         # `waiting` gives up the slot that this thread computes in: the trainer that holds the reservation may
         # need that slot to commit.
-        return waiting(partial(self._wait_for_reservation, reservation, give_up_at))
+        return waiting(partial(self._wait_for_reservation, request, give_up_at))
 
-    def _place_of(self, trainer: str | None, locks: Locks) -> _Reservation | None:
+    def _place_of(self, trainer: str | None, parameter_sets: ParameterSets) -> _ReservationRequest | None:
         """The place that was kept for a trainer."""
         if trainer is None:
             return None
@@ -250,19 +252,21 @@ class ParameterAccess:
             (
                 queued
                 for queued in self._reservation_queue
-                if queued.trainer == trainer and queued.place_kept_until is not None and queued.locks == locks
+                if queued.trainer == trainer
+                and queued.place_kept_until is not None
+                and queued.parameter_sets == parameter_sets
             ),
             None,
         )
 
-    def _wait_for_reservation(self, reservation: _Reservation, give_up_at: float) -> ExitStack | None:
+    def _wait_for_reservation(self, request: _ReservationRequest, give_up_at: float) -> ExitStack | None:
         with self._changed:
             try:
-                while not self._can_grant(reservation):
+                while not self._can_grant(request):
                     now = time.monotonic()
                     if now >= give_up_at:
-                        if reservation.trainer is not None:
-                            reservation.place_kept_until = now + _KEEP_PLACE_SECONDS
+                        if request.trainer is not None:
+                            request.place_kept_until = now + _KEEP_PLACE_SECONDS
                         return None
                     kept_places_end = (
                         queued.place_kept_until
@@ -270,32 +274,32 @@ class ParameterAccess:
                         if queued.place_kept_until is not None
                     )
                     self._changed.wait(max(min([give_up_at, *kept_places_end]) - now, 0.0))
-                return self._grant(reservation)
+                return self._grant(request)
             finally:
-                if reservation.place_kept_until is None and reservation in self._reservation_queue:
-                    self._reservation_queue.remove(reservation)
+                if request.place_kept_until is None and request in self._reservation_queue:
+                    self._reservation_queue.remove(request)
                 self._changed.notify_all()
 
-    def _can_grant(self, reservation: _Reservation) -> bool:
+    def _can_grant(self, request: _ReservationRequest) -> bool:
         now = time.monotonic()
         self._reservation_queue = [
             queued
             for queued in self._reservation_queue
             if queued.place_kept_until is None or queued.place_kept_until > now
         ]
-        ahead = self._reservation_queue[: self._reservation_queue.index(reservation)]
-        return self._reserved.isdisjoint(reservation.locks) and all(
-            queued.locks.isdisjoint(reservation.locks) for queued in ahead
+        ahead = self._reservation_queue[: self._reservation_queue.index(request)]
+        return self._reserved.isdisjoint(request.parameter_sets) and all(
+            queued.parameter_sets.isdisjoint(request.parameter_sets) for queued in ahead
         )
 
-    def _grant(self, reservation: _Reservation) -> ExitStack:
-        self._reservation_queue.remove(reservation)
-        self._reserved |= reservation.locks
+    def _grant(self, request: _ReservationRequest) -> ExitStack:
+        self._reservation_queue.remove(request)
+        self._reserved |= request.parameter_sets
         stack = ExitStack()
-        stack.callback(self._end_reservation, reservation.locks)
+        stack.callback(self._end_reservation, request.parameter_sets)
         return stack
 
-    def _end_reservation(self, locks: Locks) -> None:
+    def _end_reservation(self, parameter_sets: ParameterSets) -> None:
         with self._changed:
-            self._reserved -= locks
+            self._reserved -= parameter_sets
             self._changed.notify_all()

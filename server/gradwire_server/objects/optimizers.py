@@ -17,7 +17,7 @@ from gradwire.errors import StepRefused, WrongArguments
 from gradwire.training.stepping import DryRun, StepOutcome, sum_of_powers, unscaled
 from gradwire_server.objects.registry import Registry
 from gradwire_server.objects.store import ObjectStore
-from gradwire_server.objects.stored import StoredObject, locks_of
+from gradwire_server.objects.stored import StoredObject, parameter_sets_of
 
 __all__ = ["OptimizerFactory", "WorkerOptimizer"]
 
@@ -131,7 +131,7 @@ class WorkerOptimizer:
     def _set_modules(self, modules: Sequence[StoredObject]) -> None:
         unique = {stored.number: stored for stored in modules}
         self.modules = sorted(unique.values(), key=lambda stored: stored.number)
-        self._locks = locks_of(self.modules)
+        self._parameter_sets = parameter_sets_of(self.modules)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -165,7 +165,7 @@ class WorkerOptimizer:
         # Whatever became of the steps before, their trainer has gone on.
         self.abort(ticket - 1)
         reservation = self._objects.parameters.access.reserve(
-            self._locks, time.monotonic() + patience, self.uid if keep_place else None
+            self._parameter_sets, time.monotonic() + patience, self.uid if keep_place else None
         )
         if reservation is None:
             labels = ", ".join(stored.label for stored in self.modules[:5])

@@ -14,8 +14,8 @@ from gradwire.autograd import borrowed_grad
 from gradwire.errors import StaleParameters, StepRefused
 from gradwire.runtime.scope import current_scope
 from gradwire.torch_internals import preserving_versions
-from gradwire_server.objects.access import ParameterAccess, ParameterLock, ReadGuard
-from gradwire_server.objects.stored import StoredObject, locks_of
+from gradwire_server.objects.access import ParameterAccess, ParameterSet, ReadGuard
+from gradwire_server.objects.stored import StoredObject, parameter_sets_of
 
 __all__ = ["StoredParameters"]
 
@@ -28,22 +28,22 @@ class StoredParameters:
 
     def __init__(self, stored_objects: Callable[[], list[StoredObject]]) -> None:
         self._stored_objects = stored_objects
-        self._locks: MutableMapping[torch.Tensor, ParameterLock] = WeakTensorKeyDictionary()
+        self._set_of: MutableMapping[torch.Tensor, ParameterSet] = WeakTensorKeyDictionary()
         self.access = ParameterAccess()
 
-    def add(self, value: object) -> frozenset[ParameterLock]:
-        """The locks of an object's parameters. Parameters without a lock get a new lock, which they share."""
+    def add(self, value: object) -> frozenset[ParameterSet]:
+        """The sets that an object's parameters belong to. Parameters that belong to none make a new one."""
         if not isinstance(value, torch.nn.Module):
             return frozenset()
         parameters = list(value.parameters())
-        new = ParameterLock()
+        new = ParameterSet()
         for parameter in parameters:
-            self._locks.setdefault(parameter, new)
-        return frozenset(self._locks[parameter] for parameter in parameters)
+            self._set_of.setdefault(parameter, new)
+        return frozenset(self._set_of[parameter] for parameter in parameters)
 
     def read_by_call(self, used: Iterable[StoredObject]) -> ReadGuard | None:
         """The guard to enter around a call that uses these objects; None if they have no parameters."""
-        return self.access.read(locks_of(used))
+        return self.access.read(parameter_sets_of(used))
 
     def read_by_backward(self, leaves: Sequence[Node]) -> AbstractContextManager[object]:
         """A context manager around a backward that ends in these leaves, some of which may be parameters
@@ -52,8 +52,8 @@ class StoredParameters:
         It raises StaleParameters at the end if the backward took so long that parameters were written
         meanwhile.
         """
-        found = (self._locks.get(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
-        guard = self.access.read(lock for lock in found if lock is not None)
+        found = (self._set_of.get(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
+        guard = self.access.read(parameter_set for parameter_set in found if parameter_set is not None)
         return nullcontext() if guard is None else _not_overtaken(guard)
 
     @contextmanager
@@ -64,7 +64,7 @@ class StoredParameters:
         """
         deadline = current_scope().deadline
         give_up_at = time.monotonic() + _RESERVATION_SECONDS if deadline is None else deadline
-        reservation = self.access.reserve(locks_of(objects), give_up_at)
+        reservation = self.access.reserve(parameter_sets_of(objects), give_up_at)
         if reservation is None:
             labels = ", ".join(stored.label for stored in objects[:5])
             error = StepRefused(
@@ -84,8 +84,16 @@ class StoredParameters:
     @contextmanager
     def stepping(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         """Around the optimizer step of a served function, whose parameters may belong to modules here."""
-        locks = {lock for parameter in parameters if (lock := self._locks.get(parameter)) is not None}
-        found = [stored for stored in self._stored_objects() if not stored.locks.isdisjoint(locks)]
+        parameter_sets = {
+            parameter_set
+            for parameter in parameters
+            if (parameter_set := self._set_of.get(parameter)) is not None
+        }
+        found = [
+            stored
+            for stored in self._stored_objects()
+            if not stored.parameter_sets.isdisjoint(parameter_sets)
+        ]
         # `.grad` is borrowed only after the reservation: the trainer that holds the reservation needs `.grad`
         # to make its step.
         with self.reserved(found), borrowed_grad(parameters):
@@ -97,7 +105,7 @@ class StoredParameters:
         """Around a change of objects that the caller has reserved: nothing computes with them meanwhile."""
         allowing_stale = [stored for stored in objects if stored.allow_stale]
         parameters = tuple(parameter for stored in allowing_stale for parameter in stored.value.parameters())
-        with self.access.write(locks_of(objects)):
+        with self.access.write(parameter_sets_of(objects)):
             # With its version counters put back, torch lets a backward of an older forward use the new
             # values: that is what `allow_stale` asks for.
             try:
@@ -106,8 +114,8 @@ class StoredParameters:
             finally:
                 for stored in objects:
                     stored.changes += 1
-                for lock in locks_of(allowing_stale):
-                    lock.unversioned_writes += 1
+                for parameter_set in parameter_sets_of(allowing_stale):
+                    parameter_set.unversioned_writes += 1
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class ObjectStore:
             options.permanent,
             options.allow_stale,
             options.recipe,
-            locks=self.parameters.add(value),
+            parameter_sets=self.parameters.add(value),
             bytes=tensor_bytes(value),
         )
         self._by_number[stored.number] = stored

@@ -13,9 +13,9 @@ import numpy
 import torch
 
 from gradwire.autograd import nbytes
-from gradwire_server.objects.access import ParameterLock
+from gradwire_server.objects.access import ParameterSet
 
-__all__ = ["IssuedRef", "Recipe", "StoredObject", "is_data", "locks_of", "tensor_bytes"]
+__all__ = ["IssuedRef", "Recipe", "StoredObject", "is_data", "parameter_sets_of", "tensor_bytes"]
 
 _DATA = (
     *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, slice),
@@ -39,8 +39,8 @@ def tensor_bytes(value: object) -> int:
 class Recipe:
     """The call that made an object, kept so that the object can be recreated after a restart."""
 
-    class_name: str
-    arguments: bytes
+    function_name: str
+    request: bytes
     """The call's serialized ForwardWithAutogradRequest. In it refs to objects of this worker have the peer 0,
     because a restarted worker is another peer."""
     attachments: tuple[bytes, ...] = ()
@@ -61,8 +61,8 @@ class StoredObject:
     allow_stale: bool = False
     """Whether a backward may run after the parameters that its forward used were changed."""
     recipe: Recipe | None = None
-    locks: frozenset[ParameterLock] = field(default_factory=frozenset)
-    """The locks of its parameters. Modules that share parameters share locks."""
+    parameter_sets: frozenset[ParameterSet] = field(default_factory=frozenset)
+    """The sets that its parameters belong to. Modules that share parameters share sets."""
     bytes: int = 0
     """The result of `tensor_bytes` when the object was added."""
     last_used: float = field(default_factory=time.monotonic)
@@ -90,6 +90,6 @@ class IssuedRef:
     """What the receiver releases when it no longer needs the ref. 0 if the object has a name."""
 
 
-def locks_of(objects: Iterable[StoredObject]) -> frozenset[ParameterLock]:
-    """The locks of the parameters of all these objects."""
-    return frozenset(lock for stored in objects for lock in stored.locks)
+def parameter_sets_of(objects: Iterable[StoredObject]) -> frozenset[ParameterSet]:
+    """The sets that the parameters of all these objects belong to."""
+    return frozenset(parameter_set for stored in objects for parameter_set in stored.parameter_sets)

@@ -217,8 +217,8 @@ class SessionAcceptor:
     ) -> tuple[_Accepted | None, bool]:
         """The session that a stream belongs to, and whether it existed before.
 
-        Nothing is written before the client has chosen its streams: frames for a stream that the client does
-        not open, or does not read, would be lost, and kept in memory for as long as the stream is open.
+        Nothing is written before the client has chosen: frames for a stream it never reads would be lost, and
+        held in memory while the stream is open.
         """
         key = (hello.peer, hello.session)
         with self._lock:
@@ -304,7 +304,7 @@ class SessionAcceptor:
             if self._closed or session.ended is not None:
                 return
             accepted.lease = call_later(self._settings.lease, partial(self._expire, accepted, streams))
-        log.info("the link of %s was cut; its lease runs for %g s", session.peer, self._settings.lease)
+        log.info("the connection of %s was cut; its lease runs for %g s", session.peer, self._settings.lease)
 
     def _expire(self, accepted: _Accepted, streams: Streams) -> None:
         with self._lock:

@@ -68,11 +68,11 @@ class CallExecutor:
         """
         target, function = self._find_function(request)
         is_internal = request.function.startswith(_INTERNAL_PREFIX)
-        requester = _requester(request, server_call)
+        owner = _owner_of_new_objects(request, server_call)
         if not is_internal:  # internal functions are not limited: deleting objects must always be possible
-            client = requester if context is None else context.peer
+            client = owner if context is None else context.peer
             self._hold_limits.check(self._peer.engine.container, self._objects, client)
-        # An instance that is called like a function, by its name, is the object that the call runs on, too.
+        # A call by an instance's name runs on that instance, as a method call does.
         called_object = target or self._objects.find(function.value)
         # Serialized before the function runs, because the function may change its arguments.
         recipe = self._recipe(function, request, server_call)
@@ -82,7 +82,7 @@ class CallExecutor:
             )
         if request.HasField("keep") or function.makes_objects:
             options = ObjectOptions(request.keep.name, allow_stale=request.keep.allow_stale, recipe=recipe)
-            issued = self._objects.issue_ref(result, requester, options)
+            issued = self._objects.issue_ref(result, owner, options)
             handles.append(issued.handle)
             result = issued
         encoder = wire.Encoder(
@@ -90,7 +90,7 @@ class CallExecutor:
             attach_from=wire.ATTACH_FROM if server_call.link else None,
             inline_bytes=server_call.link.inline_bytes if server_call.link else 0,
             codec=wire.find_codec(request.compression.forward),
-            ref_of=lambda value: self._ref_of(value, requester, handles),
+            ref_of=lambda value: self._ref_of(value, owner, handles),
         )
         response = autograd_pb2.ForwardWithAutogradResponse(result=encoder.value(result, "result"))
         table, attachments = encoder.finish()
@@ -248,7 +248,7 @@ class CallExecutor:
 
     def recreate(self, recipe: Recipe) -> object:
         """The object that a recipe makes."""
-        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, recipe.arguments)
+        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, recipe.request)
         for ref in _refs_in(request):
             ref.peer.id = ref.peer.id or self._peer.identity.id
         with ExitStack() as stack:
@@ -283,7 +283,7 @@ def _refs_in(request: autograd_pb2.ForwardWithAutogradRequest) -> Iterator[value
     yield from wire.refs_in([*request.args, *request.kwargs.values()])
 
 
-def _requester(request: autograd_pb2.ForwardWithAutogradRequest, server_call: ServerCall) -> int:
+def _owner_of_new_objects(request: autograd_pb2.ForwardWithAutogradRequest, server_call: ServerCall) -> int:
     """The peer id of the client that owns the objects which a call makes; 0 if it is not known."""
     if server_call.link is not None:
         return server_call.link.peer.id

@@ -53,8 +53,8 @@ class CallScheduler:
     that takes long after all, the new task gets a thread of its own.
 
     When the queue is full, clients are refused, and their places are kept in the order in which they came.
-    Else a client whose call has just finished would always find the place that became free by that, while the
-    clients that wait to retry would find none.
+    Otherwise a client whose call just finished would always take the freed place, and waiting clients would
+    get none.
     """
 
     def __init__(self, pool: Executor, limits: QueueLimits) -> None:
@@ -186,7 +186,7 @@ class CallScheduler:
         self._queues.setdefault(client, deque()).append(task)
 
     def _dequeue(self) -> tuple[Task, int] | None:
-        """The task that is next, with its client, in a slot that it has from now on; None if none may run."""
+        """The next task and its client, with a slot taken; None if none may run."""
         client = next(filter(self._has_slot, self._queues), None)
         if client is None:
             return None

@@ -18,10 +18,10 @@ _MOST_NAMES = 5
 
 
 def staleness_check(used: Sequence[StoredObject], guard: ReadGuard) -> Callable[[], None]:
-    """A function to call before the backward of a forward that uses these objects now.
+    """Returns a check to call before the backward of the forward that now uses these objects.
 
-    It raises StaleParameters if parameters changed since, except those of modules that allow that, or if they
-    were written while the forward computed with them.
+    The check raises StaleParameters if parameters changed since, except those of modules that allow that, or
+    if they were written while the forward computed with them.
     """
     strict = [stored for stored in used if not stored.allow_stale and _is_module(stored)]
     versions = [
@@ -31,7 +31,11 @@ def staleness_check(used: Sequence[StoredObject], guard: ReadGuard) -> Callable[
     ]
     # Writes are counted beside the version counters: a module that allows stale parameters and shares some
     # with these puts the version counters back.
-    unversioned = [(lock, lock.unversioned_writes) for stored in strict for lock in stored.locks]
+    unversioned = [
+        (parameter_set, parameter_set.unversioned_writes)
+        for stored in strict
+        for parameter_set in stored.parameter_sets
+    ]
     class_names = ", ".join(dict.fromkeys(type(stored.value).__name__ for stored in used))
 
     def check() -> None:
@@ -41,7 +45,7 @@ def staleness_check(used: Sequence[StoredObject], guard: ReadGuard) -> Callable[
                 "for; run it again"
             )
         stale = [name for name, parameter, version in versions if version_of(parameter) != version]
-        if stale or any(lock.unversioned_writes != count for lock, count in unversioned):
+        if stale or any(parameter_set.unversioned_writes != count for parameter_set, count in unversioned):
             more = f" and {len(stale) - _MOST_NAMES} more" if len(stale) > _MOST_NAMES else ""
             shown = ", ".join(stale[:_MOST_NAMES]) + more
             error = StaleParameters(

@@ -21,7 +21,7 @@ from gradwire_server.errors import StateError
 from gradwire_server.objects.access import ParameterAccess
 from gradwire_server.objects.optimizers import WorkerOptimizer
 from gradwire_server.objects.store import ObjectStore
-from gradwire_server.objects.stored import Recipe, StoredObject, locks_of
+from gradwire_server.objects.stored import Recipe, StoredObject, parameter_sets_of
 from gradwire_server.state.saved_objects import (
     Fingerprint,
     IncompatibleState,
@@ -259,7 +259,7 @@ class _SnapshotGroup:
     def __init__(self, objects: list[StoredObject], optimizers: list[WorkerOptimizer]) -> None:
         self.objects = {stored.number: stored for stored in objects}
         self.optimizers = optimizers
-        self.locks = locks_of(objects)
+        self.parameter_sets = parameter_sets_of(objects)
 
     @classmethod
     def joined(cls, groups: list[_SnapshotGroup]) -> _SnapshotGroup:
@@ -269,14 +269,14 @@ class _SnapshotGroup:
         )
 
     def overlaps(self, other: _SnapshotGroup) -> bool:
-        return bool(self.objects.keys() & other.objects.keys() or self.locks & other.locks)
+        return bool(self.objects.keys() & other.objects.keys() or self.parameter_sets & other.parameter_sets)
 
     def fingerprints(self) -> list[Fingerprint]:
         of_objects = [fingerprint_of(stored) for stored in self.objects.values()]
         return of_objects + [Fingerprint((optimizer.uid, optimizer.changes)) for optimizer in self.optimizers]
 
     def copy(self, access: ParameterAccess) -> _Copies:
-        reservation = access.reserve(self.locks, time.monotonic() + _RESERVATION_SECONDS)
+        reservation = access.reserve(self.parameter_sets, time.monotonic() + _RESERVATION_SECONDS)
         if reservation is None:
             names = ", ".join(stored.name for stored in self.objects.values())
             raise StateError(

@@ -73,7 +73,7 @@ def copied_object(stored: StoredObject) -> dict[str, Any]:
         "state": None,
     }
     if recipe is not None:
-        entry["recipe"] = [recipe.class_name, recipe.arguments, list(recipe.attachments)]
+        entry["recipe"] = [recipe.function_name, recipe.request, list(recipe.attachments)]
     if isinstance(value, torch.nn.Module):
         state = value.state_dict()
         copies: dict[object, torch.Tensor] = {}
@@ -119,8 +119,8 @@ def restore_object(
     elif entry["recipe"] is None:
         raise IncompatibleState("it was an object that the worker's own code exposed, and no longer does")
     else:
-        class_name, arguments, attachments = entry["recipe"]
-        recipe = Recipe(class_name, arguments, tuple(attachments))
+        function_name, request, attachments = entry["recipe"]
+        recipe = Recipe(function_name, request, tuple(attachments))
         try:
             value = recreate(recipe)
         except Exception as error:  # of the user's class
@@ -129,7 +129,7 @@ def restore_object(
         _restore_state(value, entry)
     if known is None:
         # Added after its state was restored, which may replace the memory of its parameters: once the object
-        # is in the store, locks and optimizers refer to its parameters.
+        # is in the store, parameter sets and optimizers refer to its parameters.
         options = ObjectOptions(name, allow_stale=entry["allow_stale"], recipe=recipe)
         objects.add(value, None, options)
 

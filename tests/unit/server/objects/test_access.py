@@ -11,9 +11,9 @@ import pytest
 
 import gradwire_server.objects.access
 from gradwire.runtime.scope import waiting
-from gradwire_server.objects.access import ParameterAccess, ParameterLock
+from gradwire_server.objects.access import ParameterAccess, ParameterSet
 
-ONE, OTHER = ParameterLock(), ParameterLock()
+ONE, OTHER = ParameterSet(), ParameterSet()
 FAR = 60.0
 
 
@@ -119,7 +119,7 @@ class TestReadsAndWrites:
         def read() -> None:
             nonlocal readers, most
             for _ in range(100):
-                with access.read([ONE]) or pytest.fail("there is a lock"):
+                with access.read([ONE]) or pytest.fail("there are parameters"):
                     with lock:
                         readers += 1
                         most = max(most, readers)
@@ -190,7 +190,7 @@ class TestReadsAndWrites:
         monkeypatch.setattr(gradwire_server.objects.access, "_YIELD_TO_WRITE_SECONDS", 0.05)
 
         def read() -> None:
-            with access.read([ONE]) or pytest.fail("there is a lock"):
+            with access.read([ONE]) or pytest.fail("there are parameters"):
                 pass
 
         def change() -> None:
@@ -214,7 +214,7 @@ class TestReadsAndWrites:
 
         def read() -> None:
             while not made.is_set():
-                with access.read([ONE]) or pytest.fail("there is a lock"):
+                with access.read([ONE]) or pytest.fail("there are parameters"):
                     time.sleep(0.001)
 
         reading = [pool.submit(read) for _ in range(5)]
