@@ -1,4 +1,4 @@
-"""How the daemon ends: signals ask it to, and nothing keeps its process alive past the grace period."""
+"""How the daemon ends: signals tell it to, and nothing keeps its process alive past the grace period."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first asks the daemon to drain, the second ends the process.
+    """SIGTERM and SIGINT: the first tells the daemon to drain, the second ends the process.
 
     A thread of its own reads the numbers of the signals that arrive. Python runs signal handlers in the main
     thread only, and there the handler of a signal that arrives just before the thread blocks would not run
@@ -100,6 +100,7 @@ def exit_after(seconds: float, worker: Worker) -> None:
 
     timer = threading.Timer(seconds, exit_when_saved)
     timer.daemon = True
+    timer.name = "gradwire-exit"
     timer.start()
 
 
@@ -107,7 +108,7 @@ def _exit_now(code: int) -> NoReturn:
     # `os._exit`, because the shutdown of Python and of gRPC could wait for the very call that is to be ended.
     # So could a log handler of the user's, which may need a lock that the call holds: it runs on another
     # thread.
-    flushing = threading.Thread(target=logging.shutdown, daemon=True)
+    flushing = threading.Thread(target=logging.shutdown, name="gradwire-log-flush", daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECONDS)
     logs.finish()
