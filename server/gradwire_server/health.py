@@ -1,4 +1,4 @@
-"""Asks a worker's gRPC health service whether it serves: `python -m gradwire_server.health HOST:PORT`.
+"""Checks with its gRPC health service whether a worker serves: `python -m gradwire_server.health HOST:PORT`.
 
 For container health checks and scripts. It does not load torch, which takes seconds. The exit status is 0 if
 the response is SERVING, else 1.
@@ -26,7 +26,7 @@ def check(address: str, timeout: float = 3.0) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m gradwire_server.health", description="Ask whether a worker serves."
+        prog="python -m gradwire_server.health", description="Check whether a worker serves."
     )
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the response (3)")

@@ -182,8 +182,8 @@ def test_ping_prints_times_and_statistics(daemon: Daemon) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == f"PING tester ({daemon.address})"
     for number, line in enumerate(lines[1:4], start=1):
-        assert re.fullmatch(rf"answer from tester: seq={number} time=\d+\.\d+ ms", line)
-    assert lines[5] == "3 sent, 3 answered, 0% lost"
+        assert re.fullmatch(rf"response from tester: seq={number} time=\d+\.\d+ ms", line)
+    assert lines[5] == "3 sent, 3 received, 0% lost"
     times = re.fullmatch(r"round trip min/avg/max/p50 = ([\d.]+)/([\d.]+)/([\d.]+)/([\d.]+) ms", lines[6])
     assert times is not None
     least, mean, most, median = map(float, times.groups())
@@ -207,12 +207,12 @@ def test_ping_ends_with_statistics_on_ctrl_c(daemon: Daemon) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 0
-    assert "1 sent, 1 answered, 0% lost" in rest
+    assert "1 sent, 1 received, 0% lost" in rest
 
 
 def test_nothing_there_is_said_in_one_line() -> None:
     with socket.socket() as taken:
-        # Bound but not listening: nobody else can take the port, and nobody answers.
+        # Bound but not listening: nobody else can take the port, and nobody responds.
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = gradwire_command("ping", address, "-c", "1", "--connect-timeout", "0.5")

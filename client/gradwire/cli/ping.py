@@ -29,7 +29,7 @@ def ping(
     ] = 5.0,
     connect_timeout: ConnectTimeout = 10.0,
 ) -> None:
-    """Measure round trips to a worker, like ping. Exits with 1 if none was answered."""
+    """Measure round trips to a worker, like ping. Exits with 1 if there was no response."""
     console = output()
     sent = 0
     times: list[float] = []
@@ -43,18 +43,18 @@ def ping(
                 try:
                     seconds = worker.ping(timeout=timeout)
                 except GradwireError as error:
-                    console.print(f"no answer: seq={sent} {error}", style="red", soft_wrap=True)
+                    console.print(f"no response: seq={sent} {error}", style="red", soft_wrap=True)
                 else:
                     times.append(seconds)
                     console.print(
-                        f"answer from {worker.name}: seq={sent} time={_ms(seconds)} ms", soft_wrap=True
+                        f"response from {worker.name}: seq={sent} time={_ms(seconds)} ms", soft_wrap=True
                     )
         except KeyboardInterrupt:
             # Ctrl-C is the usual way to end ping, so it prints the statistics and does not exit with 130.
             console.print()
     console.print(f"--- {target} ping statistics ---")
     lost = sent - len(times)
-    console.print(f"{sent} sent, {len(times)} answered, {100 * lost / max(sent, 1):.0f}% lost")
+    console.print(f"{sent} sent, {len(times)} received, {100 * lost / max(sent, 1):.0f}% lost")
     if not times:
         raise typer.Exit(1)
     summary = (min(times), statistics.fmean(times), max(times), statistics.median(times))

@@ -139,7 +139,7 @@ def serve(
         int,
         option(
             "max-queued-calls",
-            "Calls that may wait for a thread; further calls are refused, with a hint when to retry.",
+            "Calls that may wait for a thread; more are refused and retried.",
             config.positive_integer,
             "INTEGER",
         ),
@@ -166,7 +166,7 @@ def serve(
         float,
         option(
             "lease",
-            "How long to keep the objects and contexts of a client after its link broke.",
+            "How long to keep the objects and contexts of a client after its connection was cut.",
             config.positive_seconds,
             "SECONDS",
         ),
@@ -194,8 +194,8 @@ def serve(
         int,
         option(
             "max-tensor-elements",
-            "Elements of a tensor whose bytes are not all sent, as of expanded, sparse and meta "
-            f"tensors.  [default: {1 << 28:_}]",
+            "How many elements a tensor may have beyond the bytes received (expanded, sparse and meta "
+            f"tensors).  [default: {1 << 28:_}]",
             config.positive_integer,
             "INTEGER",
             show_default=False,
@@ -213,7 +213,7 @@ def serve(
         int,
         size_option(
             "max-bytes-in-flight-per-client",
-            "The same for one client, which then waits before it sends more.",
+            "The same for one client; its further requests wait at the client.",
             4 << 30,
         ),
     ] = 4 << 30,
