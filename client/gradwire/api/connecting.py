@@ -62,8 +62,8 @@ def connect(
     as lost: calls that wait for it then raise `WorkerLost`.
 
     During both times gradwire waits, and tries to connect again. With ``wait_for_ready=False`` it does not
-    wait: connecting fails at the first refusal, and a call fails at once while the link is cut. The link is
-    reopened in the background all the same.
+    wait: connecting fails at the first refusal, and a call fails at once while the connection is cut. The
+    connection is opened again in the background all the same.
 
     A worker on the same host is reached through a local socket, and large tensors cross in shared memory, if
     both processes belong to the same user and nothing such as a proxy lies between them.

@@ -116,10 +116,10 @@ class Releases:
 
     def to(self, link: Link) -> PeerReleases:
         """What the peer at the other end of a link may let go of."""
-        releases: PeerReleases | None = link.autograd_state
+        releases: PeerReleases | None = link.upper_state
         if releases is None:
             with self._lock:
-                releases = link.autograd_state = link.autograd_state or self._new(link)
+                releases = link.upper_state = link.upper_state or self._new(link)
         return releases
 
     def _new(self, link: Link) -> PeerReleases:

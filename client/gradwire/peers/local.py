@@ -129,7 +129,7 @@ class LocalPeer:
         started."""
         name = self.identity.name
         if server_call.cancelled:
-            raise errors.Cancelled("the call was cancelled before it started", worker=name)
+            raise errors.Cancelled("the request was cancelled before it started", worker=name)
         left = deadline()
         if left is not None and left <= 0:
             raise errors.DeadlineExceeded(f"the time ran out before {name} could start", worker=name)
@@ -170,7 +170,7 @@ class LocalPeer:
         self.engine.forget_client(peer, is_gone=closed is None or closed.leaving)
 
     def connection_to(self, target: str, settings: LinkSettings) -> WorkerConnection:
-        """The connection to a worker, shared by all that ask for the same target and settings."""
+        """The connection to a worker, shared by all users of the same target and settings."""
         with self._lock:
             if self._closed:
                 raise errors.LinkClosed(f"{self.identity.name} has been shut down")

@@ -56,7 +56,7 @@ class Scope:
     """Whether the requester has anomaly detection on; None outside served functions, for torch's own
     switch."""
     waits_for_link: bool = False
-    """Whether requests wait while a link is cut, whatever `wait_for_ready` its handle has."""
+    """Whether requests wait while a connection is cut, whatever `wait_for_ready` its handle has."""
 
     def for_request(self, context: ContextId | None, detect_anomaly: bool) -> Scope:
         """A copy for what a request names. Written out, because every call makes one, and `replace` is

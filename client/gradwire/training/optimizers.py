@@ -253,8 +253,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CompletedCalls([remote.start("abort", ticket, timeout=_ABORT_SECONDS) for remote in linked])
 
     def _commit(self, ticket: int) -> None:
-        # All workers are prepared. From here on neither a deadline nor a link that is cut for a moment may
-        # leave the step made on some workers only.
+        # All workers are prepared. From here on neither a deadline nor a connection that is cut may leave the
+        # step made on some workers only.
         with entered(replace(current_scope(), deadline=None, waits_for_link=True)):
             calls = [remote.start("commit", ticket) for remote in self._remote]
             self._conclude(ticket, self._remote, calls, CompletedCalls(calls))

@@ -1,8 +1,9 @@
 """The seam between gradwire and the transports that deliver its messages.
 
-A `Link` is a session with one other peer; either peer may send requests over it. The peer that receives a
-request gets a `ServerCall` and responds to it once, from any thread, whenever the response is ready. Message
-bodies are opaque bytes in this package; attachments are the memory of large tensors.
+A `Link` is what users of the transport see of a session with one peer. Either peer may send requests over it.
+The peer that receives a request gets a `ServerCall` and responds to it once, from any thread, whenever the
+response is ready. Message bodies are opaque bytes in this package; attachments are the memory of large
+tensors.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ Buffer = npt.NDArray[np.uint8]
 log = logging.getLogger("gradwire.link")
 
 LARGE_BYTES = 64 * 1024
-"""A body of at least this size is treated like an attachment: it counts as bytes in flight, and a response
-with such a body is acknowledged at once, since the responding peer keeps the response until then."""
+"""Bodies of this size are treated like attachments: they count as bytes in flight, and such a response is
+acknowledged at once, because its sender keeps it until then."""
 _CANCELLED = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
 _SETTLED = (*_CANCELLED, "FINISHED")
 """The states of a `concurrent.futures.Future` that has an outcome."""
@@ -156,7 +157,7 @@ class ResponseFuture(Future[Any]):
     """The response to a request. Cancelling the future also cancels the request at the other peer."""
 
     waits_for_link = False
-    """Whether its request waits while the link is cut, even if the settings say that requests do not."""
+    """Whether its request waits while the connection is cut, whatever the settings say."""
     is_nested = False
     """Whether this request was sent while serving another request. The window never holds such a request
     back: the bytes in flight that it would wait for may be those of the outer request."""
@@ -350,7 +351,7 @@ be handed to another thread."""
 
 
 class Link(ABC):
-    """A session with one other peer: either peer may send requests."""
+    """What users of the transport see of a session with one peer. Either peer may send requests."""
 
     local: PeerIdentity
     peer: PeerIdentity
@@ -363,8 +364,8 @@ class Link(ABC):
     """Limits for decoding messages from the other peer."""
     ended_by_timeout: bool = False
     """Whether the link ended because the other peer was unreachable for longer than `lost_after`."""
-    autograd_state: Any = None
-    """Opaque state of the autograd layer, kept for as long as the link lives."""
+    upper_state: Any = None
+    """Opaque to the transport, and kept for as long as the link lives; autograd keeps its releases there."""
 
     @abstractmethod
     def send_request(
