@@ -57,11 +57,12 @@ def test_a_decision_with_a_program_shows_what_it_prints(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == printed
 
 
-def test_every_room_is_on_the_map() -> None:
+def test_every_room_is_on_the_map_once_in_the_order_of_the_layers() -> None:
     layers = (ROOT / "pyproject.toml").read_text().split("layers = [", 1)[1].split("]", 1)[0]
     rooms = re.findall(r"gradwire[\w.]*", layers)
     assert rooms
-    assert not [room for room in rooms if f"`{room}`" not in ARCHITECTURE.read_text()]
+    table = ARCHITECTURE.read_text().split("## The map of rooms", 1)[1].split("\n## ", 1)[0]
+    assert re.findall(r"^\| `(gradwire[\w.]*)` \|", table, flags=re.MULTILINE) == rooms
 
 
 def test_every_thread_is_on_the_page() -> None:
