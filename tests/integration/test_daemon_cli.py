@@ -385,6 +385,8 @@ def test_a_second_signal_ends_a_daemon_whose_log_nobody_reads(
     with gradwire.connect(address) as worker:
         worker.call("shout", ENOUGH, timeout=DEADLINE)
         held = worker.call_async("hold")
+        while not worker.inspect(DEADLINE).calls:  # until it runs: the daemon waits for it
+            pass
         process.terminate()
         while serves(worker):  # until the first signal has come
             pass
