@@ -92,13 +92,13 @@ def _work(orders: Orders, journal: Journal, seed: str, tokens: itertools.count[i
 def _count_refusals() -> itertools.count[int]:
     """Counts the calls that a worker had no room for, which the library hides from its user."""
     counter = itertools.count()
-    takes = RetryQueue.takes
+    schedule = RetryQueue.schedule
 
     def counting(self: RetryQueue, *args: Any) -> bool:
-        taken = takes(self, *args)
+        taken = schedule(self, *args)
         if taken:
             next(counter)
         return taken
 
-    RetryQueue.takes = counting  # type: ignore[method-assign, assignment]
+    RetryQueue.schedule = counting  # type: ignore[method-assign, assignment]
     return counter
