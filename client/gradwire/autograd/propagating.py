@@ -38,8 +38,7 @@ class GradientsToSend:
     suspension: RemoteSuspendedBackward | None = None
     """Kept state: the suspended backward that they are part of."""
     awaited_later: Sequence[ReceivedTensors] = ()
-    """Kept state: the results whose gradients will come later, if the suspended backward starts with this
-    to_send."""
+    """Kept state: results whose gradients will come later, if the suspended backward starts with these."""
     no_longer_awaited: Sequence[ReceivedTensors] = ()
     """Kept state: results that the suspended backward no longer waits for. Gradients that waited for them at
     a shared node go on."""

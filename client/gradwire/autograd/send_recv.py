@@ -5,7 +5,7 @@ One call and its backward, in the order of time::
     caller                                                  worker
     send(arguments)      --- ForwardWithAutograd -->        receive(arguments), run the function
     receive(results)     <-- response --------------        remember the results (messages.send_results)
-    on_gradients(y)      --- PropagateGradients --->        run the graph from results to leaves (serving)
+    on_gradients(results) -- PropagateGradients --->        run the graph from results to leaves (serving)
     collect(sent)        <-- response --------------        contributions to the arguments
 
 `send` puts a send node below the arguments, `receive` a recv node above the tensors that came. A recv node
