@@ -17,6 +17,7 @@ import torch
 from tests.integration.daemons import Daemon
 
 from gradwire.peers.current import reset_default_peer
+from gradwire.torch_internals import is_stashed, stashed
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,7 +57,8 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves a thread of gradwire, a child process or a listening socket."""
+    """Fails a test that leaves a thread of gradwire, a child process, a listening socket, or a scope that it
+    did not leave."""
     if "workers" in request.fixturenames:
         request.getfixturevalue("workers")  # they outlive the test
     before = _everything()
@@ -78,7 +80,7 @@ def _wait_until_empty(look: Callable[[], set[object]]) -> set[object]:
 
 
 def _everything() -> set[object]:
-    return {*_threads(), *_children(), *_listening()}
+    return {*_threads(), *_children(), *_listening(), *_stashed()}
 
 
 def _threads() -> Iterator[object]:
@@ -86,6 +88,14 @@ def _threads() -> Iterator[object]:
         # The timers' thread serves the whole process and ends by itself.
         if thread.name.startswith("gradwire") and thread.name != "gradwire-timers":
             yield f"thread {thread.name} ({thread.ident})"
+
+
+def _stashed() -> Iterator[object]:
+    """What gradwire keeps in torch's thread-local state of this thread while a block is entered."""
+    for key in ("gradwire.scope", "gradwire.run"):
+        if is_stashed(key):
+            found = stashed(key)
+            yield f"{key} = {getattr(found, 'value', found)}"
 
 
 def _children() -> Iterator[object]:
