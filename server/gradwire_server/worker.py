@@ -19,8 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_module
 
 from gradwire import wire
-from gradwire.autograd import borrowed_grad
-from gradwire.autograd.engine import no_read_guard
+from gradwire.autograd import AutogradMessageId, EngineHooks
 from gradwire.peers.current import default_peer
 from gradwire.peers.forking import refuse_if_forked
 from gradwire.peers.local import LocalPeer
@@ -249,16 +248,20 @@ class Worker:
     def _attach_store(self, peer: LocalPeer) -> None:
         """Connects the object store to a peer in whose name refs are sent: objects are dropped when their
         refs are released there or their clients are gone, and backwards there wait for optimizer steps."""
+        peer.engine.attach(
+            EngineHooks(
+                when_released=partial(self._release_objects, peer.identity.id),
+                when_owner_dropped=self._drop_owner,
+                guard_backward=self._objects.parameters.read_by_backward,
+                guard_step=self._objects.parameters.stepping,
+            )
+        )
+        self._objects.peers.add(peer.identity.id)
+
+    def _release_objects(self, peer_id: int, released: Sequence[AutogradMessageId]) -> None:
         # Refs are released by the same requests as messages: the number of the message id is the ref's
         # handle.
-        peer_id, container = peer.identity.id, peer.engine.container
-        container.when_released = lambda ids: self._objects.release(
-            released.number for released in ids if released.peer == peer_id
-        )
-        container.when_owner_dropped = self._drop_owner
-        peer.engine.guard_backward = self._objects.parameters.read_by_backward
-        peer.engine.guard_step = self._objects.parameters.stepping
-        self._objects.peers.add(peer_id)
+        self._objects.release(id.number for id in released if id.peer == peer_id)
 
     def _serve_callbacks(self) -> None:
         """Serves the workers that the program calls, unless another worker of the program does so already.
@@ -280,11 +283,7 @@ class Worker:
         """The program keeps its peer and the links that it opened, and serves nothing over them any more."""
         if self._program_peer is not None and self._callback_servicer is not None:
             self._callback_servicer.close()
-            engine = self._program_peer.engine
-            engine.container.when_released = lambda ids: None
-            engine.container.when_owner_dropped = lambda peer: None
-            engine.guard_backward = no_read_guard
-            engine.guard_step = borrowed_grad
+            self._program_peer.engine.attach(EngineHooks())
 
     def _is_linked(self, client: int) -> bool:
         peers = [peer for peer in (self._peer, self._program_peer) if peer is not None]

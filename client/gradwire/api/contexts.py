@@ -113,7 +113,7 @@ class Context:
         if any(hasattr(p, "ref") for p in parameters):
             raise TypeError("this optimizer has parameters on workers: use its own step, with the context")
         state = self._peer.engine.container.find(self._id)
-        with self._peer.engine.guard_step(parameters):
+        with self._peer.engine.hooks.guard_step(parameters):
             taken = {} if state is None else state.take_gradients(parameters)
             if state is None or not taken:
                 refused = StepRefused("there are no gradients for any parameter; was backward run?")

@@ -13,6 +13,7 @@ from gradwire.autograd.backward import backward_to_leaves
 from gradwire.autograd.borrowed_grad import borrowed_grad
 from gradwire.autograd.contexts import DistAutogradContainer, DistAutogradContext
 from gradwire.autograd.engine import DistEngine
+from gradwire.autograd.engine_hooks import EngineHooks
 from gradwire.autograd.gradients import nbytes
 from gradwire.autograd.graph_tasks import BackwardRun
 from gradwire.autograd.hooks import run_waiting_hooks
@@ -30,6 +31,7 @@ __all__ = [
     "DistAutogradContainer",
     "DistAutogradContext",
     "DistEngine",
+    "EngineHooks",
     "PeerReleases",
     "applied_modes",
     "backward_to_leaves",

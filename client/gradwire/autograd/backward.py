@@ -33,7 +33,7 @@ def backward_to_leaves(
     marked = *roots, RUN_MARKER
     with_marker = *gradients, RUN_MARKER_GRADIENT
     try:
-        with run.engine.guard_backward(leaves), running(run):
+        with run.engine.hooks.guard_backward(leaves), running(run):
             run.check_fresh()
             if run.requester is not None:
                 # What torch.autograd.grad comes down to for gradients that are known to fit.
@@ -75,7 +75,7 @@ def backward_into_grad(
 ) -> None:
     """Backpropagates into `.grad`, as a plain backward() does."""
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
-    with run.engine.guard_backward(leaves), running(run):
+    with run.engine.hooks.guard_backward(leaves), running(run):
         torch.autograd.backward(
             (*roots, RUN_MARKER),  # type: ignore[arg-type] # tensors and edges mix
             (*gradients, RUN_MARKER_GRADIENT),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradwire.autograd.engine_hooks import EngineHooks
 from gradwire.autograd.gradients import added
 from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
 from gradwire.autograd.records import SentArguments, SentResults
@@ -141,10 +142,8 @@ class DistAutogradContainer:
         """Of contexts, by their owners."""
         self.result_bytes = Tally()
         """Of the results that are kept, by the owners of their contexts."""
-        self.when_released: Callable[[Sequence[AutogradMessageId]], None] = lambda messages: None
-        """Told of all ids that are released: the server lets go of objects that have such ids."""
-        self.when_owner_dropped: Callable[[int], None] = lambda owner: None
-        """Told when everything that belongs to a client goes."""
+        self.hooks = EngineHooks()
+        """`DistEngine.attach` replaces them."""
 
     def get(self, id: ContextId) -> DistAutogradContext:
         """The context, new if need be. Raises NotFound if it has ended."""
@@ -233,7 +232,7 @@ class DistAutogradContainer:
                             context.results.discard(id)
                             context.remote_segments.discard(id)
         if messages:
-            self.when_released(messages)
+            self.hooks.when_released(messages)
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
         return bool(released)
 
@@ -275,7 +274,7 @@ class DistAutogradContainer:
         dropped = [context for context in owned if not any(map(keeps, tuple(context.peers)))]
         for context in dropped:
             self.drop(context.id)
-        self.when_owner_dropped(owner)
+        self.hooks.when_owner_dropped(owner)
         return dropped
 
     def unused(self, seconds: float, is_linked: Callable[[int], bool]) -> list[ContextId]:

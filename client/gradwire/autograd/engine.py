@@ -6,17 +6,15 @@ the two ends of PropagateGradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import Node
 
 from gradwire import wire
-from gradwire.autograd.borrowed_grad import borrowed_grad
 from gradwire.autograd.contexts import DistAutogradContainer
+from gradwire.autograd.engine_hooks import EngineHooks
 from gradwire.autograd.feedback import ErrorFeedback
 from gradwire.autograd.kept_state.graph_segments import GraphSegments
 from gradwire.autograd.kept_state.suspended import SuspendedBackward
@@ -32,14 +30,7 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 if TYPE_CHECKING:
     from gradwire.autograd.graph_tasks import BackwardRun
 
-__all__ = ["DistEngine", "no_read_guard"]
-
-_NOTHING = nullcontext()
-
-
-def no_read_guard(leaves: Sequence[Node]) -> AbstractContextManager[object]:
-    """For a peer on which nothing changes parameters behind a backward's back."""
-    return _NOTHING
+__all__ = ["DistEngine"]
 
 
 class DistEngine:
@@ -63,11 +54,12 @@ class DistEngine:
         """Received messages that later sends may depend on: arguments, and results that depend on a third
         peer. While it is empty, nothing that is sent needs `depends_on`."""
         self._find_link = find_link
-        self.guard_backward: Callable[[Sequence[Node]], AbstractContextManager[object]] = no_read_guard
-        """Entered around a backward that reaches these leaves: keeps optimizer steps from changing them
-        meanwhile."""
-        self.guard_step: Callable[[Sequence[torch.Tensor]], AbstractContextManager[object]] = borrowed_grad
-        """Entered around a step that finds its gradients in `.grad` of these leaves: other steps wait."""
+        self.attach(EngineHooks())
+
+    def attach(self, hooks: EngineHooks) -> None:
+        """Replaces the hooks: by those of a worker, or by `EngineHooks()` when the worker stops."""
+        self.hooks = hooks
+        self.container.hooks = hooks
 
     def new_id(self) -> AutogradMessageId:
         return new_id(self.peer)
