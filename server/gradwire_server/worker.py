@@ -204,7 +204,7 @@ class Worker:
             self._listen()
         except BaseException:
             if self._state is not None:
-                self._state.release()
+                self._state.unlock()
             raise
         if self._state is not None and self._save_every is not None:
             self._state.save_every(self._save_every)
@@ -259,8 +259,8 @@ class Worker:
         self._objects.peers.add(peer.identity.id)
 
     def _release_objects(self, peer_id: int, released: Sequence[AutogradMessageId]) -> None:
-        # Refs are released by the same requests as messages: the number of the message id is the ref's
-        # handle.
+        # Refs are released by the same requests as messages: the number of the id is the
+        # release number of the ref.
         self._objects.release(id.number for id in released if id.peer == peer_id)
 
     def _serve_callbacks(self) -> None:

@@ -120,7 +120,7 @@ def test_a_client_that_comes_back_too_late_is_told(launch: Launch) -> None:
         proxy.cut_all()
         # A node of its own: this one's lease would run on with any link of it.
         observer = LocalPeer("observer")
-        other = RemoteWorker(observer.connection_to(daemon.address, LinkSettings()), "observer")
+        other = RemoteWorker(observer.shared_link_to(daemon.address, LinkSettings()), "observer")
         wait_for(lambda: len(other.inspect().clients) == 1, "the lease running out")
         observer.close()
         proxy.refuse = False

@@ -151,8 +151,8 @@ def test_a_greedy_client_does_not_starve_a_modest_one(launch: Launch) -> None:
     daemon = launch(SERVED, "--threads", "1")
     greedy, modest = LocalPeer("greedy"), LocalPeer("modest")
     try:
-        hungry = RemoteWorker(greedy.connection_to(daemon.address, LinkSettings()), "greedy")
-        patient = RemoteWorker(modest.connection_to(daemon.address, LinkSettings()), "modest")
+        hungry = RemoteWorker(greedy.shared_link_to(daemon.address, LinkSettings()), "greedy")
+        patient = RemoteWorker(modest.shared_link_to(daemon.address, LinkSettings()), "modest")
         patient.ping()
         feast = [hungry.call_async("work", 0.02) for _ in range(200)]
         feast[0].result()

@@ -312,7 +312,7 @@ class TestWhatIsGivenToIt:
 
     def test_handles_with_links_of_their_own_are_one_worker(self, a: Served) -> None:
         with gw.connect(a.worker.address, lost_after=7.0) as other:
-            assert other._connection is not a.handle._connection
+            assert other._shared_link is not a.handle._shared_link
             one, two = a.handle.create("Layer", 4, name="n"), other.create("Layer", 4, seed=2)
             opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [one, two, other.get("n")], lr=0.1)
             assert len(opt._remote) == 1

@@ -197,7 +197,7 @@ class TestLettingGo:
         assert a.objects == 5
         del refs
         assert wait_until(lambda: a.objects == 0)
-        assert wait_until(lambda: not a.handle._connection.engine.container._arguments)
+        assert wait_until(lambda: not a.handle._shared_link.engine.container._arguments)
 
     def test_named_ones_stay(self, a: Served) -> None:
         a.handle.create("Layer", 4, name="stays")

@@ -276,7 +276,7 @@ class TestWaitingForAStep:
 def test_long_runs_leave_nothing_behind(a: Served, b: Served) -> None:
     lasting = nn.Sequential(models.Layer(4), a.handle.create("Layer", 4), b.handle.create("Layer", 4))
     opt = gw.optim.DistributedOptimizer(torch.optim.Adam, [lasting], lr=0.01)
-    store = a.handle._connection.engine.container
+    store = a.handle._shared_link.engine.container
 
     def held() -> tuple[int, ...]:
         here = len(store._arguments) + len(store._results)

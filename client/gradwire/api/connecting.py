@@ -93,7 +93,7 @@ def connect(
         _check_address(address)
     compression = compress or NOT_COMPRESSED
     workers = [
-        RemoteWorker(peer.connection_to(address, settings), address, devices, compression)
+        RemoteWorker(peer.shared_link_to(address, settings), address, devices, compression)
         for address in targets
     ]
     if len(workers) == 1:

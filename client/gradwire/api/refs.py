@@ -26,8 +26,8 @@ class RemoteRef:
         self._worker = worker
         self._message = message
         # The destructor needs these two. It must not look anything up: it may run while Python shuts down.
-        self._releases = None if borrowed or not message.handle else worker._releases()
-        self._handle = AutogradMessageId(message.peer.id, message.handle)
+        self._releases = None if borrowed or not message.release_number else worker._releases()
+        self._release_id = AutogradMessageId(message.peer.id, message.release_number)
 
     @property
     def worker(self) -> RemoteWorker:
@@ -91,7 +91,7 @@ class RemoteRef:
     def __gradwire_ref__(self) -> value_pb2.RemoteRef:
         message = value_pb2.RemoteRef()
         message.CopyFrom(self._message)
-        message.ClearField("handle")  # the receiver's ref must not keep the value alive
+        message.ClearField("release_number")  # the receiver's ref must not keep the value alive
         message.address = message.address or self._worker.target
         if message.name:
             # The name is still valid after a restart of the worker, which then has another id.
@@ -105,7 +105,7 @@ class RemoteRef:
     def __del__(self) -> None:
         releases = getattr(self, "_releases", None)
         if releases is not None:
-            releases.append(self._handle)
+            releases.append(self._release_id)
 
 
 def message_of(ref: RemoteRef) -> value_pb2.RemoteRef:

@@ -15,9 +15,9 @@ from gradwire.api.function_info import FunctionInfo, function_info
 from gradwire.api.refs import RemoteRef
 from gradwire.autograd import ContextId, PeerReleases
 from gradwire.errors import GradwireError, LinkClosed, NotFound
-from gradwire.peers.connections import Reconnect, WorkerConnection
 from gradwire.peers.current import current_peer
 from gradwire.peers.local import LocalPeer
+from gradwire.peers.shared_links import Reconnect, SharedLink
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2, value_pb2
 from gradwire.runtime.compression import NOT_COMPRESSED, Compression
 from gradwire.runtime.scope import current_scope, time_left
@@ -28,10 +28,10 @@ __all__ = [
     "RemoteFunction",
     "RemoteWorker",
     "caller",
-    "connection_of",
     "handle_for",
     "link_of",
     "set_module_handle",
+    "shared_link_of",
     "start_remote",
     "worker_of",
 ]
@@ -46,16 +46,16 @@ class RemoteWorker:
 
     def __init__(
         self,
-        connection: WorkerConnection,
+        shared_link: SharedLink,
         target: str,
         devices: DeviceMap = NO_MAP,
         compression: Compression = NOT_COMPRESSED,
     ) -> None:
-        self._connection = connection
+        self._shared_link = shared_link
         self._target = target
         self._devices = devices
         self._compression = compression
-        connection.join(self)
+        shared_link.join(self)
         self._closed = False
         self._was_connected = False
         self._description: describe_pb2.DescribeResponse | None = None
@@ -74,7 +74,7 @@ class RemoteWorker:
     def _link(self) -> Link:
         if self._closed:
             raise LinkClosed(f"this handle to {self._target} was closed", worker=self._target)
-        link = self._connection.get(Reconnect.WAIT if self._was_connected else None)
+        link = self._shared_link.get(Reconnect.WAIT if self._was_connected else None)
         self._was_connected = True
         return link
 
@@ -187,7 +187,7 @@ class RemoteWorker:
         return _module_handle(ref) if message.is_module and _module_handle is not None else ref
 
     def _releases(self) -> PeerReleases:
-        return self._connection.engine.releases.to(self._link)
+        return self._shared_link.engine.releases.to(self._link)
 
     def ping(self, timeout: float | None = None) -> float:
         """Sends an empty request. Returns the seconds until its response."""
@@ -214,7 +214,7 @@ class RemoteWorker:
 
         Call it before a new model is trained over the same calls.
         """
-        self._connection.engine.feedback.forget(self._link.peer.id)
+        self._shared_link.engine.feedback.forget(self._link.peer.id)
         self.call("gradwire.forget_error_feedback")
 
     def describe(self, timeout: float | None = 30.0) -> describe_pb2.DescribeResponse:
@@ -260,7 +260,7 @@ class RemoteWorker:
         """Ends the use of this handle. The link is shared, and ends when its last handle is closed."""
         if not self._closed:
             self._closed = True
-            self._connection.leave(self)
+            self._shared_link.leave(self)
 
     def __enter__(self) -> Self:
         return self
@@ -337,7 +337,7 @@ def worker_of(message: value_pb2.RemoteRef, peer: LocalPeer) -> RemoteWorker:
         return _CallerHandle(link)
     if not message.address:
         raise NotFound(f"the worker that holds {message.class_name} has no address that is known here")
-    return RemoteWorker(peer.connection_to(message.address, LinkSettings()), message.address)
+    return RemoteWorker(peer.shared_link_to(message.address, LinkSettings()), message.address)
 
 
 def handle_for(message: value_pb2.RemoteRef, peer: LocalPeer) -> RemoteRef:
@@ -366,9 +366,9 @@ def link_of(worker: RemoteWorker) -> Link:
     return worker._link
 
 
-def connection_of(worker: RemoteWorker) -> WorkerConnection:
-    """The connection that a handle shares with the other handles to the same worker."""
-    return worker._connection
+def shared_link_of(worker: RemoteWorker) -> SharedLink:
+    """The link that a handle shares with the other handles to the same worker."""
+    return worker._shared_link
 
 
 def start_remote(worker: RemoteWorker, function: str, *args: object) -> CallFuture:
@@ -380,9 +380,7 @@ class _CallerHandle(RemoteWorker):
     """A handle over a link that the other process may have opened: it neither closes nor reopens the link."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(
-            WorkerConnection(current_peer().engine, str(link.peer), lambda _: link), str(link.peer)
-        )
+        super().__init__(SharedLink(current_peer().engine, str(link.peer), lambda _: link), str(link.peer))
 
     def close(self) -> None:
         self._closed = True

@@ -93,7 +93,7 @@ class DistAutogradContext:
                     refused = StepRefused(
                         f"the gradient of a tensor of shape {tuple(leaf.shape)} was handed out before, and "
                         "the tensor was changed since; now it is the sum of that gradient and later ones. "
-                        "Forget gradients when they were used: context.step(optimizer) does, or "
+                        "Clear gradients when they were used: context.step(optimizer) does, or "
                         "context.zero_grad()"
                     )
                     refused.reason = "error"
@@ -106,14 +106,14 @@ class DistAutogradContext:
         """The gradients of some leaves, which are cleared."""
         with self._lock:
             taken = {leaf: self._gradients[leaf] for leaf in leaves if leaf in self._gradients}
-            self._forget(taken)
+            self._clear(taken)
             return taken
 
     def clear_gradients(self, leaves: Iterable[torch.Tensor] | None = None) -> None:
         with self._lock:
-            self._forget(list(self._gradients) if leaves is None else leaves)
+            self._clear(list(self._gradients) if leaves is None else leaves)
 
-    def _forget(self, leaves: Iterable[torch.Tensor]) -> None:
+    def _clear(self, leaves: Iterable[torch.Tensor]) -> None:
         for leaf in leaves:
             self._gradients.pop(leaf, None)  # type: ignore[no-untyped-call]
             self._handed_out.pop(leaf, None)  # type: ignore[no-untyped-call]
@@ -219,7 +219,7 @@ class DistAutogradContainer:
         return sent
 
     def release(self, messages: Sequence[AutogradMessageId]) -> bool:
-        """Lets go of messages. Whether there were any."""
+        """Another peer has released messages: they are no longer kept. Returns whether there were any."""
         released: list[SentArguments | SentResults | RemoteGraphSegment] = []
         with self._lock:
             for id in messages:
@@ -237,7 +237,7 @@ class DistAutogradContainer:
         return bool(released)
 
     def release_sent_to(self, peer: int, context: ContextId | None = None) -> bool:
-        """Lets go of all messages, or those of a context, that went to a peer. Whether there were any."""
+        """Releases all messages, or those of a context, that went to a peer. Returns whether any did."""
         with self._lock:
             every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
             sent = [m.id for m in every if m.peer == peer and context in (None, m.context)]
@@ -247,7 +247,7 @@ class DistAutogradContainer:
         return self.release(sent)
 
     def end(self, id: ContextId) -> DistAutogradContext | None:
-        """Lets go of a context for good: later uses raise NotFound."""
+        """Ends a context: drops it for good, and later uses raise NotFound."""
         with self._lock:
             if id.number:
                 self._ended[id] = None
@@ -256,7 +256,7 @@ class DistAutogradContainer:
         return self.drop(id)
 
     def drop(self, id: ContextId) -> DistAutogradContext | None:
-        """Lets go of a context and all its messages."""
+        """Drops a context with all its messages. A later use makes a new one."""
         with self._lock:
             context = self._contexts.pop(id, None)
             messages = (

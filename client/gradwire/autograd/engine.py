@@ -92,7 +92,7 @@ class DistEngine:
         client may still take part through other peers."""
         self.passes.forget(client)
         self.feedback.forget(client)
-        self.leases.end_of_client(client, is_gone=is_gone)
+        self.leases.drop_client(client, is_gone=is_gone)
 
     def close(self) -> None:
         self.leases.close()

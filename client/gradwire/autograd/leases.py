@@ -32,7 +32,7 @@ class ContextLeases:
         return self._find_link(peer) is not None
 
     def end(self, id: ContextId) -> bool:
-        """Lets go of a context here and on every worker that this peer took it to. Whether it was there."""
+        """Ends a context here and on every worker that this peer took it to. Returns whether it was there."""
         context = self._container.end(id)
         if context is None:
             return False
@@ -40,14 +40,14 @@ class ContextLeases:
         return True
 
     def end_unless_linked(self, id: ContextId, requester: int) -> bool:
-        """Another peer has lost the owner of a context: lets go of it, unless this peer has a link to the
+        """Another peer has lost the owner of a context: ends the context, unless this peer has a link to the
         owner."""
         if not self.is_linked(id.peer):
             return self.end(id)
         return self._container.release_sent_to(requester, id)
 
-    def end_of_client(self, client: int, *, is_gone: bool) -> None:
-        """A client has no link to this peer any more: lets go of what was held for it, or sent to it.
+    def drop_client(self, client: int, *, is_gone: bool) -> None:
+        """A client has no link to this peer any more: drops what was held for it, or sent to it.
 
         If the client itself lives (`is_gone` is False), contexts that came through other linked peers are
         kept.

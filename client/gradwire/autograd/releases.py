@@ -223,5 +223,5 @@ class Releases:
         if response.HasField("autograd"):
             releases.append(AutogradMessageId.parse(response.autograd.message))
         for ref in wire.refs_in([response]):
-            if ref.handle:
-                releases.append(AutogradMessageId(ref.peer.id, ref.handle))
+            if ref.release_number:
+                releases.append(AutogradMessageId(ref.peer.id, ref.release_number))

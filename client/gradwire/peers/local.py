@@ -15,8 +15,8 @@ from functools import partial
 
 from gradwire import errors
 from gradwire.autograd import DistEngine, serve_cleanup, serve_propagate
-from gradwire.peers.connections import Reconnect, WorkerConnection
 from gradwire.peers.forking import live_peers
+from gradwire.peers.shared_links import Reconnect, SharedLink
 from gradwire.proto.v1 import link_pb2
 from gradwire.runtime.scope import Scope, deadline, entered
 from gradwire.system.randomness import new_id
@@ -54,7 +54,7 @@ class LocalPeer:
         self._end_of_backwards_is_awaited = False
         self._lock = threading.Lock()
         self._links: dict[int, list[Link]] = {}
-        self._connections: dict[tuple[str, LinkSettings], WorkerConnection] = {}
+        self._shared_links: dict[tuple[str, LinkSettings], SharedLink] = {}
         self._closed = False
         live_peers.add(self)
 
@@ -169,16 +169,16 @@ class LocalPeer:
         closed = link.ended if isinstance(link.ended, errors.LinkClosed) else None
         self.engine.forget_client(peer, is_gone=closed is None or closed.leaving)
 
-    def connection_to(self, target: str, settings: LinkSettings) -> WorkerConnection:
-        """The connection to a worker, shared by all users of the same target and settings."""
+    def shared_link_to(self, target: str, settings: LinkSettings) -> SharedLink:
+        """The link to a worker that all handles with the same target and settings share."""
         with self._lock:
             if self._closed:
                 raise errors.LinkClosed(f"{self.identity.name} has been shut down")
             key = (target, settings)
-            if key not in self._connections:
+            if key not in self._shared_links:
                 connect = partial(self._connect, target, settings)
-                self._connections[key] = WorkerConnection(self.engine, target, connect, settings.lost_after)
-            return self._connections[key]
+                self._shared_links[key] = SharedLink(self.engine, target, connect, settings.lost_after)
+            return self._shared_links[key]
 
     def _connect(self, target: str, settings: LinkSettings, reconnect: Reconnect | None) -> Link:
         if self._closed:
@@ -198,11 +198,11 @@ class LocalPeer:
         return link
 
     def close(self) -> None:
-        """Ends all connections and threads of this peer."""
+        """Ends all links and threads of this peer."""
         with self._lock:
             self._closed = True
-            connections, self._connections = list(self._connections.values()), {}
-        for connection in connections:
-            connection.close(leaving=True)
+            shared_links, self._shared_links = list(self._shared_links.values()), {}
+        for shared_link in shared_links:
+            shared_link.close(leaving=True)
         self.engine.close()
         self.pool.shutdown(wait=False)

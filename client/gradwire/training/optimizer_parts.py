@@ -17,11 +17,11 @@ from gradwire.api import calls
 from gradwire.api.compression import compression
 from gradwire.api.contexts import Context, current_context, is_explicit
 from gradwire.api.refs import RemoteRef, message_of
-from gradwire.api.workers import RemoteWorker, connection_of, link_of, start_remote
+from gradwire.api.workers import RemoteWorker, link_of, shared_link_of, start_remote
 from gradwire.autograd import borrowed_grad
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused
-from gradwire.peers.connections import Reconnect
 from gradwire.peers.current import current_peer
+from gradwire.peers.shared_links import Reconnect
 from gradwire.runtime.scope import current_scope, entered
 from gradwire.training.modules import RemoteParameters
 from gradwire.training.stepping import DryRun, unscaled, values_of
@@ -252,7 +252,7 @@ class RemoteOptimizer:
     @property
     def is_linked(self) -> bool:
         """Whether the worker can be reached over an open link."""
-        link = connection_of(self.worker).link
+        link = shared_link_of(self.worker).link
         return link is not None and link.ended is None
 
     def start_creating(self, *, resume: bool) -> Callable[[], Any]:
@@ -274,7 +274,7 @@ class RemoteOptimizer:
 
     def probe(self) -> None:
         """Raises WorkerLost unless a worker that was waited for in vain has come back."""
-        connection_of(self.worker).get(Reconnect.PROBE)
+        shared_link_of(self.worker).get(Reconnect.PROBE)
 
     def outcome(self, ticket: int, seconds: float) -> str:
         """The `StepOutcome` of a step on the worker. A step that was not made will not be made later."""

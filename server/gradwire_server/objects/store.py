@@ -63,7 +63,7 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._by_number: dict[int, StoredObject] = {}
         self._by_name: dict[str, StoredObject] = {}
-        self._by_handle: dict[int, StoredObject] = {}
+        self._by_release_number: dict[int, StoredObject] = {}
         self._by_identity: dict[int, list[StoredObject]] = {}
         self.parameters = StoredParameters(self._all)
         self.counts = Tally()
@@ -102,14 +102,14 @@ class ObjectStore:
         """The caller holds the lock."""
         stored.last_used = time.monotonic()
         if stored.name:
-            return IssuedRef(stored)  # releasing it would not drop the object, so there is no handle
-        # Random, with the highest bit set, so that no handle equals the number of a message: both are
+            return IssuedRef(stored)  # releasing it would not drop the object, so it has no release number
+        # Random, with the highest bit set, so that no release number equals the number of a message: both are
         # released by the same requests, and each of the peers that serve these objects counts its own
         # messages.
-        handle = secrets.randbits(63) | 1 << 63
-        stored.handles.add(handle)
-        self._by_handle[handle] = stored
-        return IssuedRef(stored, handle)
+        release_number = secrets.randbits(63) | 1 << 63
+        stored.release_numbers.add(release_number)
+        self._by_release_number[release_number] = stored
+        return IssuedRef(stored, release_number)
 
     def _add(self, value: object, owner: int | None, options: ObjectOptions) -> StoredObject:
         """The caller holds the lock."""
@@ -171,7 +171,7 @@ class ObjectStore:
         return value_pb2.RemoteRef(
             peer=value_pb2.PeerId(id=peer),
             ref=stored.number,
-            handle=issued.handle,
+            release_number=issued.release_number,
             class_name=type(stored.value).__name__,
             name=stored.name,
             is_module=isinstance(stored.value, torch.nn.Module),
@@ -216,15 +216,15 @@ class ObjectStore:
             raise PermissionDenied(f"this {type(stored.value).__name__} belongs to another client")
         self._drop(lambda: [stored])
 
-    def release(self, handles: Iterable[int]) -> None:
+    def release(self, release_numbers: Iterable[int]) -> None:
         """Drops objects whose last ref is among these. Refs that were released before make no difference."""
 
         def without_refs() -> Iterator[StoredObject]:
-            for handle in handles:
-                stored = self._by_handle.pop(handle, None)
+            for release_number in release_numbers:
+                stored = self._by_release_number.pop(release_number, None)
                 if stored is not None:
-                    stored.handles.discard(handle)
-                    if not stored.handles:
+                    stored.release_numbers.discard(release_number)
+                    if not stored.release_numbers:
                         yield stored
 
         self._drop(without_refs)
@@ -263,8 +263,8 @@ class ObjectStore:
                 if not stored.permanent:
                     self.counts.add(stored.owner, -1)
                     self.bytes.add(stored.owner, -stored.bytes)
-                for handle in stored.handles:
-                    self._by_handle.pop(handle, None)
+                for release_number in stored.release_numbers:
+                    self._by_release_number.pop(release_number, None)
                 same = self._by_identity.pop(id(stored.value), [])
                 remaining = [other for other in same if other is not stored]
                 if remaining:

@@ -68,9 +68,9 @@ class StoredObject:
     last_used: float = field(default_factory=time.monotonic)
     users: int = 0
     """How many calls run on the object now."""
-    handles: set[int] = field(default_factory=set)
-    """The handles of issued refs that were not released yet. The object is dropped with the last of them.
-    Refs to an object that has a name have no handles."""
+    release_numbers: set[int] = field(default_factory=set)
+    """The release numbers of issued refs that were not released yet. The object is dropped with the last of
+    them. Refs to an object that has a name have no release numbers."""
     changes: int = 0
     """How often the object was changed. The version counters of its parameters do not count all changes where
     `allow_stale` is set."""
@@ -86,7 +86,7 @@ class IssuedRef:
     """A result that is sent as a ref to a stored object, even if the object is data."""
 
     stored: StoredObject
-    handle: int = 0
+    release_number: int = 0
     """What the receiver releases when it no longer needs the ref. 0 if the object has a name."""
 
 

@@ -59,9 +59,10 @@ class CallExecutor:
         request: autograd_pb2.ForwardWithAutogradRequest,
         server_call: ServerCall,
         context: ContextId | None,
-        handles: list[int],
+        release_numbers: list[int],
     ) -> tuple[autograd_pb2.ForwardWithAutogradResponse, Sequence[wire.Attachment]]:
-        """Executes a call. Adds the handles of the refs in its response to `handles`, also if it fails.
+        """Executes a call. Adds the release numbers of the refs in its response to `release_numbers`, also
+        if the call fails.
 
         On return nothing refers to the arguments but what the function itself kept, and nothing refers to the
         results: once they are sent, the caller alone decides how long they stay.
@@ -83,14 +84,14 @@ class CallExecutor:
         if request.HasField("keep") or function.makes_objects:
             options = ObjectOptions(request.keep.name, allow_stale=request.keep.allow_stale, recipe=recipe)
             issued = self._objects.issue_ref(result, owner, options)
-            handles.append(issued.handle)
+            release_numbers.append(issued.release_number)
             result = issued
         encoder = wire.Encoder(
             types=self._registry.types,
             attach_from=wire.ATTACH_FROM if server_call.link else None,
             inline_bytes=server_call.link.inline_bytes if server_call.link else 0,
             codec=wire.find_codec(request.compression.forward),
-            ref_of=lambda value: self._ref_of(value, owner, handles),
+            ref_of=lambda value: self._ref_of(value, owner, release_numbers),
         )
         response = autograd_pb2.ForwardWithAutogradResponse(result=encoder.value(result, "result"))
         table, attachments = encoder.finish()
@@ -193,11 +194,11 @@ class CallExecutor:
 
     # -- refs
 
-    def release(self, handles: Sequence[int]) -> None:
+    def release(self, release_numbers: Sequence[int]) -> None:
         """Releases refs that were issued for a response that is not read."""
-        self._objects.release(handles)
+        self._objects.release(release_numbers)
 
-    def _ref_of(self, value: object, owner: int, handles: list[int]) -> value_pb2.RemoteRef | None:
+    def _ref_of(self, value: object, owner: int, release_numbers: list[int]) -> value_pb2.RemoteRef | None:
         """The ref to send instead of a value; None if the value is sent by its content.
 
         An object of an exposed class is stored for this. Other objects are sent as refs if they are stored.
@@ -212,7 +213,7 @@ class CallExecutor:
             issued = self._objects.issue_ref_if_stored(value, owner)
         if issued is None:
             return None
-        handles.append(issued.handle)
+        release_numbers.append(issued.release_number)
         return self._objects.to_proto(issued, self._peer.identity.id)
 
     def _resolve_ref(self, used: list[StoredObject], ref: value_pb2.RemoteRef) -> object:

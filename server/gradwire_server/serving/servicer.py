@@ -101,17 +101,17 @@ class Servicer:
             engine.container.release(message_ids(request.released))
         context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
         scope = current_scope().for_request(context, request.modes.detect_anomaly)
-        handles: list[int] = []
+        release_numbers: list[int] = []
         is_sent = False
         try:
             with entered(scope), applied_modes(request.modes), engine.container.in_use(context):
-                response, attachments = self._executor.execute(request, server_call, context, handles)
+                response, attachments = self._executor.execute(request, server_call, context, release_numbers)
             is_sent = engine.releases.respond(server_call, response, attachments)
         finally:
-            if handles and not is_sent:
-                self._executor.release(handles)
-        if handles:
-            server_call.when_cancelled(lambda: self._executor.release(handles))
+            if release_numbers and not is_sent:
+                self._executor.release(release_numbers)
+        if release_numbers:
+            server_call.when_cancelled(lambda: self._executor.release(release_numbers))
 
     def _describe(self, server_call: ServerCall) -> None:
         wire.parse(describe_pb2.DescribeRequest, server_call.request.body)

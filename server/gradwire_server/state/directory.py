@@ -77,12 +77,12 @@ class StateDirectory:
             if (self._path / "manifest.json").exists():
                 self._restore()
         except CheckpointError as error:
-            self.release()
+            self.unlock()
             raise StateError(
                 f"the state directory cannot be used: {error}. {self._how_to_start_anew()}"
             ) from error
         except BaseException:
-            self.release()
+            self.unlock()
             raise
 
     def save_every(self, seconds: float) -> None:
@@ -109,13 +109,13 @@ class StateDirectory:
                 optimizer.abort(math.inf)
             self.save()
         finally:
-            self.release()
+            self.unlock()
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Unlocks the directory without saving."""
         self._closing.set()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.unlock()
 
     def _how_to_start_anew(self) -> str:
         return f"To start anew, move {self._path} away or give another --state-dir"

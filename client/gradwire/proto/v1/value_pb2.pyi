@@ -99,7 +99,7 @@ class EnumMember(_message.Message):
     def __init__(self, type: _Optional[str] = ..., member: _Optional[str] = ...) -> None: ...
 
 class RemoteRef(_message.Message):
-    __slots__ = ("peer", "ref", "address", "class_name", "name", "is_module", "methods", "handle")
+    __slots__ = ("peer", "ref", "address", "class_name", "name", "is_module", "methods", "release_number")
     PEER_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -107,7 +107,7 @@ class RemoteRef(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     IS_MODULE_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     peer: PeerId
     ref: int
     address: str
@@ -115,8 +115,8 @@ class RemoteRef(_message.Message):
     name: str
     is_module: bool
     methods: _containers.RepeatedScalarFieldContainer[str]
-    handle: int
-    def __init__(self, peer: _Optional[_Union[PeerId, _Mapping]] = ..., ref: _Optional[int] = ..., address: _Optional[str] = ..., class_name: _Optional[str] = ..., name: _Optional[str] = ..., is_module: bool = ..., methods: _Optional[_Iterable[str]] = ..., handle: _Optional[int] = ...) -> None: ...
+    release_number: int
+    def __init__(self, peer: _Optional[_Union[PeerId, _Mapping]] = ..., ref: _Optional[int] = ..., address: _Optional[str] = ..., class_name: _Optional[str] = ..., name: _Optional[str] = ..., is_module: bool = ..., methods: _Optional[_Iterable[str]] = ..., release_number: _Optional[int] = ...) -> None: ...
 
 class Value(_message.Message):
     __slots__ = ("singleton", "boolean", "integer", "big_integer", "real", "complex", "text", "binary", "list", "tuple", "set", "frozen_set", "dict", "slice", "dtype", "device", "size", "tensor", "array", "record", "enum_member", "ref")

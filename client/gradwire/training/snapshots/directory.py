@@ -75,7 +75,7 @@ class DirectoryLock:
         os.pwrite(self._descriptor, f"pid {os.getpid()}\n".encode(), 0)
         _locks.add(self)
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -86,7 +86,7 @@ class DirectoryLock:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        self.unlock()
 
 
 _locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
@@ -96,7 +96,7 @@ def _after_fork() -> None:
     # A forked process shares the lock with its parent, and would keep it if it lives longer, as a data loader
     # may.
     for lock in list(_locks):
-        lock.release()
+        lock.unlock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""The connection to a worker: opened when it is first needed, and opened again after it was lost."""
+"""The link to a worker that handles share: opened when it is first needed, and again after it was lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.peers.forking import refuse_if_forked
 from gradwire.runtime.scope import deadline
 from gradwire.transport import Link, LinkSettings
 
-__all__ = ["Reconnect", "WorkerConnection"]
+__all__ = ["Reconnect", "SharedLink"]
 
 
 class Reconnect(Enum):
@@ -25,10 +25,10 @@ class Reconnect(Enum):
     """For a worker that was waited for in vain already: one short attempt shows whether it is back."""
 
 
-class WorkerConnection:
-    """The connection to one worker, shared by all handles to it.
+class SharedLink:
+    """The link to one worker, shared by all handles to that worker.
 
-    It holds at most one link. The link is opened when it is first needed, and replaced after it ended.
+    There is at most one link at a time. It is opened when it is first needed, and replaced after it ended.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WorkerConnection:
         if reconnect is not None and not 0 <= lock_timeout < self._lost_after:
             lock_timeout = self._lost_after
         if not self._connect_lock.acquire(timeout=lock_timeout):
-            message = f"no time left to wait for the connection to {self._target}"
+            message = f"no time left to wait for the link to {self._target}"
             raise (errors.DeadlineExceeded if lock_timeout == left else errors.WorkerLost)(
                 message, worker=self._target
             )
@@ -98,7 +98,7 @@ class WorkerConnection:
         return self._link
 
     def join(self, user: object) -> None:
-        """Registers a handle that uses this connection."""
+        """Registers a handle that uses the link."""
         with self._users_lock:
             self._users.add(user)
 
