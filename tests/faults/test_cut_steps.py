@@ -11,6 +11,7 @@ from tests.faults.proxy import FaultyProxy
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire.training.distributed_step import DistributedStep
 from gradwire.training.optimizers import DistributedOptimizer
 
 SECONDS = 30.0
@@ -19,7 +20,7 @@ SECONDS = 30.0
 @pytest.mark.parametrize("waits", [True, False], ids=["waits for ready", "does not wait"])
 def test_a_cut_between_prepare_and_commit_tears_no_step(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """One worker is told to commit while the link to the other is cut: the trainer waits for the link."""
-    commit = DistributedOptimizer._commit
+    commit = DistributedStep._commit
     with gws.Worker(torch.nn.Linear) as near, gws.Worker(torch.nn.Linear) as far:
         proxy = FaultyProxy(far.address, kinds=())
         proxy.active = False
@@ -31,7 +32,7 @@ def test_a_cut_between_prepare_and_commit_tears_no_step(monkeypatch: pytest.Monk
             optimizer = DistributedOptimizer(torch.optim.SGD, models, lr=0.5)
             sum(model(torch.ones(1, 2)).sum() for model in models).backward()  # type: ignore[union-attr]
 
-            def cut_then_commit(self: DistributedOptimizer, ticket: int) -> None:
+            def cut_then_commit(step: DistributedStep) -> None:
                 proxy.refuse = True
                 proxy.cut_all()
                 give_up_at = time.monotonic() + SECONDS
@@ -39,9 +40,9 @@ def test_a_cut_between_prepare_and_commit_tears_no_step(monkeypatch: pytest.Monk
                     assert time.monotonic() < give_up_at
                     time.sleep(0.001)
                 threading.Timer(0.3, setattr, (proxy, "refuse", False)).start()
-                commit(self, ticket)
+                commit(step)
 
-            monkeypatch.setattr(DistributedOptimizer, "_commit", cut_then_commit)
+            monkeypatch.setattr(DistributedStep, "_commit", cut_then_commit)
             optimizer.step()
             for model, bias in zip(models, before, strict=True):
                 assert torch.equal(model.state_dict()["bias"], bias - 0.5)

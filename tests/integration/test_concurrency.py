@@ -158,7 +158,8 @@ def test_stopping_lets_a_prepared_step_be_committed_and_nothing_else_that_is_cal
     layer(torch.ones(2, 3)).sum().backward()
     before = layer.state_dict()["bias"].clone()
     (part,) = optimizer._remote
-    part.start("prepare", 1, *optimizer._checks(), None, 1.0, False)()
+    request = {**optimizer._step_settings(None), "patience": 1.0, "keep_place": False}
+    part.start("prepare", 1, request)()
     assert ledger.call("commit", 1) == 1
     with ThreadPoolExecutor(1) as pool:
         stopping = pool.submit(worker.stop, 20)

@@ -21,6 +21,7 @@ from tests.integration.seeded_trainer import Trainer
 import gradwire as gw
 import gradwire_server as gws
 from gradwire.peers.local import LocalPeer
+from gradwire.training.distributed_step import DistributedStep
 from gradwire_server.serving.scheduler import CallScheduler
 
 SHARED = """
@@ -272,14 +273,14 @@ def test_the_users_sequences_go_on_after_another_trainer_was_in_the_way(
         refusals = [gw.StepRefused("another steps")] * 3
         for refusal in refusals:
             refusal.reason = "busy"
-        step_remote = optimizer._step_remote
+        make = DistributedStep.make
 
-        def refused(*args: Any, **options: Any) -> None:
+        def refused(step: DistributedStep, *, in_turn: bool) -> None:
             if refusals:
                 raise refusals.pop()
-            step_remote(*args, **options)
+            make(step, in_turn=in_turn)
 
-        monkeypatch.setattr(optimizer, "_step_remote", refused)
+        monkeypatch.setattr(DistributedStep, "make", refused)
         optimizer.step()
         assert not refusals
         assert draw() == expected

@@ -14,7 +14,7 @@ from tests.training.conftest import Launch, Served, wait_until
 from tests.training.test_shared import Prepared, Trainers, said, trainers
 
 import gradwire as gw
-import gradwire.training.optimizers
+import gradwire.training.distributed_step
 import gradwire_server.objects.access
 
 __all__ = ["trainers"]  # a fixture
@@ -245,7 +245,7 @@ class TestTurns:
         self, a: Served, b: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # So that each is told many times that it has to come again, however slow this machine is.
-        monkeypatch.setattr(gradwire.training.optimizers, "_PATIENCE_SECONDS", 0.01)
+        monkeypatch.setattr(gradwire.training.distributed_step, "_PATIENCE_SECONDS", 0.01)
         monkeypatch.setattr(gradwire_server.objects.access, "_KEEP_PLACE_SECONDS", 30.0)
         module = a.handle.create("Layer", 4, stale="allow")
         access = a.worker._objects.parameters.access

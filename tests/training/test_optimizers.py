@@ -16,8 +16,9 @@ from tests.training.conftest import Launch, Served, same, wait_until
 from torch import nn
 
 import gradwire as gw
-import gradwire.training.optimizers
+import gradwire.training.distributed_step
 from gradwire.api import calls
+from gradwire.training.distributed_step import DistributedStep
 from gradwire_server.objects.optimizers import WorkerOptimizer
 
 X = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4)
@@ -429,14 +430,14 @@ class TestAllOrNothing:
             dying, other, here = handle.create("Layer", 4), a.handle.create("Layer", 4), models.Layer(4)
             opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [dying, other, here], lr=0.1)
             here(other(dying(X))).sum().backward()
-            commit = opt._commit
+            commit = DistributedStep._commit
 
-            def die_first(ticket: int) -> object:
+            def die_first(step: DistributedStep) -> None:
                 process.signal(signal.SIGKILL)
                 process.wait()
-                return commit(ticket)
+                commit(step)
 
-            monkeypatch.setattr(opt, "_commit", die_first)
+            monkeypatch.setattr(DistributedStep, "_commit", die_first)
             before = {key: value.clone() for key, value in here.state_dict().items()}
             with pytest.raises(gw.StepTorn, match=f"made on {a.worker.address}") as caught:
                 opt.step()
@@ -581,7 +582,7 @@ class TestLostAnswers:
         assert same(here.state_dict(), whole.state_dict())
 
     def test_a_worker_that_dies_leaves_it_open(self, a: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gradwire.training.optimizers, "_OUTCOME_SECONDS", 0.5)
+        monkeypatch.setattr(gradwire.training.distributed_step, "_OUTCOME_SECONDS", 0.5)
         layer, here = a.handle.create("Layer", 4), models.Layer(4)
         opt = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer, here], lr=0.1)
 

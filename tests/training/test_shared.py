@@ -20,6 +20,7 @@ import gradwire as gw
 import gradwire.training.optimizers
 import gradwire_server as gws
 import gradwire_server.objects.parameters
+from gradwire.training.distributed_step import DistributedStep
 from gradwire_server.objects.exposing import Instance
 
 ONE = torch.ones(3, dtype=torch.float64)
@@ -51,13 +52,14 @@ for _ in range(steps):
 
 HANGING = """
 import sys, torch, gradwire as gw
+from gradwire.training.distributed_step import DistributedStep
 modules = [gw.connect(address).get("counter") for address in sys.argv[1].split(",")]
 opt = gw.optim.DistributedOptimizer(torch.optim.SGD, modules, lr=1.0)
 sum(module(torch.ones(3).double()) for module in modules).backward()
-def hang(ticket):
+def hang(step):
     print("prepared", flush=True)
     input()
-opt._commit = hang
+DistributedStep._commit = hang
 opt.step()
 """
 
@@ -211,14 +213,15 @@ class Prepared:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, modules: list[nn.Module]) -> None:
         self.opt = gw.optim.DistributedOptimizer(torch.optim.SGD, modules, lr=0.1)
         self._ready, self._go_on = threading.Event(), threading.Event()
-        commit = self.opt._commit
+        commit = DistributedStep._commit
 
-        def later(ticket: int) -> object:
-            self._ready.set()
-            assert self._go_on.wait(20)
-            return commit(ticket)
+        def later(step: DistributedStep) -> None:
+            if step._remotes is self.opt._remote:
+                self._ready.set()
+                assert self._go_on.wait(20)
+            commit(step)
 
-        monkeypatch.setattr(self.opt, "_commit", later)
+        monkeypatch.setattr(DistributedStep, "_commit", later)
         self._pool = ThreadPoolExecutor(1)
         self._done = self._pool.submit(self._step, modules)
         assert self._ready.wait(20)

@@ -158,7 +158,8 @@ def test_a_prepared_step_delays_a_save_but_does_not_block_it(
         optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer], lr=0.1)
         layer(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
         (part,) = optimizer._remote
-        part.start("prepare", 1, *optimizer._checks(), None, 1.0, False)()
+        request = {**optimizer._step_settings(None), "patience": 1.0, "keep_place": False}
+        part.start("prepare", 1, request)()
         with pytest.raises(gws.StateError, match="a step of layer was prepared"):
             worker._state.save()
         before = {key: value.clone() for key, value in worker._objects.named()[-1].value.state_dict().items()}

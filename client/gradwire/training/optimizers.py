@@ -1,4 +1,4 @@
-"""Optimizers over parameters here and on workers: a step is made everywhere or nowhere."""
+"""Optimizers over parameters here and on workers, which users step like any optimizer of torch."""
 
 from __future__ import annotations
 
@@ -10,40 +10,30 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from gradwire.api.contexts import Context, current_context, is_explicit
 from gradwire.api.workers import link_of
-from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused, StepTorn, Unavailable
+from gradwire.errors import StepRefused
 from gradwire.runtime.scope import current_scope, entered, time_left
 from gradwire.system.interrupts import Uninterrupted
 from gradwire.system.randomness import between
+from gradwire.training.distributed_step import DistributedStep, without_deadline
 from gradwire.training.optimizer_parts import (
     CompletedCalls,
     LocalOptimizer,
-    OptimizerCall,
     ParameterGroup,
     ParamsEntry,
     RemoteOptimizer,
     as_groups,
     wait_for_all,
 )
-from gradwire.training.stepping import StepOutcome, sum_of_powers
+from gradwire.training.stepping import StepSettings, sum_of_powers
 
 __all__ = ["DistributedOptimizer"]
 
-_PATIENCE_SECONDS = 0.2
-"""How long a worker that is prepared alone waits for another trainer's step before it refuses as busy."""
-_SHORT_PATIENCE_SECONDS = 0.02
-"""The same if all workers are prepared at once: two trainers may each hold a worker that the other waits
-for."""
-_ABORT_SECONDS = 5.0
-"""How long to try to tell a worker that a step is aborted. If that fails, the next step tells the worker."""
-_OUTCOME_SECONDS = 10.0
-"""How long to try to learn from a worker whether it made a step whose response was lost."""
 _STEP_SECONDS = 60.0
 """How long a step is repeated while workers are busy, unless a deadline is nearer."""
 
@@ -147,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             wait_for_all(calls)
         except BaseException:
-            with _without_deadline():
+            with without_deadline():
                 linked = [remote for remote in self._remote if remote.is_linked]
                 CompletedCalls([remote.start_set_groups(self._groups) for remote in linked])
             raise
@@ -192,6 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if inverse_scale is not None:
                 local = self._local.unscaled(local, inverse_scale)
             self._local.check(local, self._skip_nonfinite)
+            settings = self._step_settings(inverse_scale)
             left = time_left(None)
             give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
             for attempt in itertools.count():
@@ -199,7 +190,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     # Ctrl-C must not leave the step made on some workers only. A worker that is gone is
                     # waited for until it counts as lost.
                     with Uninterrupted():
-                        self._step_remote(inverse_scale, in_turn=attempt > 0)
+                        if self._remote:
+                            step = DistributedStep(next(self._tickets), self._remote, settings)
+                            step.make(in_turn=attempt > 0)
                         self._local.step(local)
                     return
                 except StepRefused as refused:
@@ -208,97 +201,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     # Another trainer steps. The random delay keeps waiting trainers from retrying together.
                     time.sleep(between(0, min(0.001 * 2**attempt, 0.1)))
 
-    def _step_remote(self, inverse_scale: float | None, *, in_turn: bool) -> None:
-        if len(self._remote) == 1 and time_left(None) is None:
-            self._step_one(next(self._tickets), self._remote[0], inverse_scale)
-        elif self._remote:
-            self._prepare_and_commit(next(self._tickets), inverse_scale, in_turn=in_turn)
-
-    def _step_one(self, ticket: int, remote: RemoteOptimizer, inverse_scale: float | None) -> None:
-        """Steps the only worker with one request, which prepares and commits."""
-        call = remote.start("step", ticket, *self._checks(), inverse_scale, _PATIENCE_SECONDS, True)
-        self._conclude(ticket, [remote], [call], CompletedCalls([call]))
-
-    def _prepare_and_commit(self, ticket: int, inverse_scale: float | None, *, in_turn: bool) -> None:
-        """Steps several workers with a two-phase commit.
-
-        The first attempt prepares all workers at once. If another trainer was stepping, the next attempts
-        prepare one worker after the other, in the order of their ids (`in_turn`). All trainers keep to that
-        order, so they never deadlock. Each worker lets trainers step in the order in which they came, and
-        keeps a trainer's place in its queue until the trainer's next attempt.
-        """
-        remotes = sorted(self._remote, key=lambda remote: remote.peer) if in_turn else self._remote
-        batches = [[remote] for remote in remotes] if in_turn else [remotes]
-        patience = _PATIENCE_SECONDS if in_turn else _SHORT_PATIENCE_SECONDS
-        started: list[RemoteOptimizer] = []
-        try:
-            for batch in batches:
-                started += batch
-                completed = CompletedCalls(
-                    [
-                        remote.start("prepare", ticket, *self._checks(), inverse_scale, patience, in_turn)
-                        for remote in batch
-                    ]
-                )
-                if completed.failed:
-                    raise _step_refused([(batch[index], error) for index, error in completed.failed])
-        except BaseException:
-            self._abort(ticket, started)
-            raise
-        self._commit(ticket)
-
-    def _abort(self, ticket: int, remotes: Sequence[RemoteOptimizer]) -> None:
-        with _without_deadline():
-            linked = [remote for remote in remotes if remote.is_linked]
-            CompletedCalls([remote.start("abort", ticket, timeout=_ABORT_SECONDS) for remote in linked])
-
-    def _commit(self, ticket: int) -> None:
-        # All workers are prepared. From here on neither a deadline nor a connection that is cut may leave the
-        # step made on some workers only.
-        with entered(replace(current_scope(), deadline=None, waits_for_link=True)):
-            calls = [remote.start("commit", ticket) for remote in self._remote]
-            self._conclude(ticket, self._remote, calls, CompletedCalls(calls))
-
-    def _conclude(
-        self,
-        ticket: int,
-        remotes: Sequence[RemoteOptimizer],
-        calls: Sequence[OptimizerCall],
-        completed: CompletedCalls,
-    ) -> None:
-        """Returns if all workers made the step, else raises StepRefused or StepTorn.
-
-        Prepared workers fail here only if they die, or their optimizer raises, before their response arrives.
-        """
-        if not completed.failed:
-            return
-        requested = CompletedCalls(
-            [
-                partial(_outcome, remotes[index], ticket, error, was_sent=calls[index].was_sent)
-                for index, error in completed.failed
-            ]
-        )
-        outcomes = dict.fromkeys(completed.succeeded, StepOutcome.MADE)
-        outcomes.update(zip((index for index, _ in completed.failed), requested.results, strict=True))
-        failures = [
-            (remotes[index], error)
-            for index, error in completed.failed
-            if outcomes[index] != StepOutcome.MADE
-        ]
-        if not failures:
-            return
-        # A worker that is prepared and did not get the commit must not keep waiting for it.
-        self._abort(ticket, [remote for remote, _ in failures])
-        if all(outcome == StepOutcome.NOT_MADE for outcome in outcomes.values()):
-            raise _step_refused(failures)
-        raise _step_torn(
-            [(remotes[index].worker.target, outcome) for index, outcome in outcomes.items()], failures
-        )
-
-    def _checks(self) -> tuple[list[dict[str, Any]], bool, bool]:
-        """The options of all groups, and what a worker has to check before it steps."""
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return options, self._skip_nonfinite, self._allow_missing
+    def _step_settings(self, inverse_scale: float | None) -> StepSettings:
+        return {
+            "options": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups],
+            "skip_nonfinite": self._skip_nonfinite,
+            "allow_missing": self._allow_missing,
+            "inverse_scale": inverse_scale,
+        }
 
     # -- gradients
 
@@ -399,60 +308,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({local} tensors here, {', '.join(remote) or 'none on workers'})"
 
 
-def _outcome(remote: RemoteOptimizer, ticket: int, error: GradwireError, *, was_sent: bool) -> str:
-    """The `StepOutcome` on a worker whose request failed with an error."""
-    if not was_sent or isinstance(error, StepRefused | NotFound | Unavailable):
-        return StepOutcome.NOT_MADE
-    try:
-        return remote.outcome(ticket, _OUTCOME_SECONDS)
-    except GradwireError:
-        return StepOutcome.UNKNOWN
-
-
-def _step_torn(
-    outcomes: Sequence[tuple[str, str]], failures: Sequence[tuple[RemoteOptimizer, GradwireError]]
-) -> StepTorn:
-    """The error for a step that some workers made, or may have made, and other workers did not make."""
-    remote, cause = failures[0]
-    torn = StepTorn(worker=remote.worker.target)
-    torn.made = tuple(target for target, outcome in outcomes if outcome == StepOutcome.MADE)
-    torn.unknown = tuple(target for target, outcome in outcomes if outcome == StepOutcome.UNKNOWN)
-    torn.failed = tuple(
-        target for target, outcome in outcomes if outcome not in (StepOutcome.MADE, StepOutcome.UNKNOWN)
-    )
-    workers = (("made on", torn.made), ("maybe made on", torn.unknown), ("not made on", torn.failed))
-    where = ", ".join(f"{outcome} {' and '.join(targets)}" for outcome, targets in workers if targets)
-    reasons = "; ".join(f"{remote.worker.target}: {error}" for remote, error in failures)
-    torn.message = f"the step was {where}; go on from a checkpoint ({reasons})"
-    torn.__cause__ = cause
-    return torn
-
-
-def _step_refused(failures: Sequence[tuple[RemoteOptimizer, GradwireError]]) -> StepRefused:
-    """One error for all failures that kept a step from being made."""
-    reasons = [_reason(error) for _, error in failures]
-    # Any other reason outweighs "busy", after which the step would be repeated.
-    first = next((index for index, reason in enumerate(reasons) if reason != "busy"), 0)
-    messages = "; ".join(f"{remote.worker.target}: {error}" for remote, error in failures)
-    refused = StepRefused(f"the step was not made: {messages}", worker=failures[first][0].worker.target)
-    refused.reason = reasons[first]
-    refused.__cause__ = failures[first][1]
-    return refused
-
-
-def _reason(error: GradwireError) -> str:
-    """The `StepRefused.reason` for the error of one worker."""
-    if isinstance(error, StepRefused):
-        return error.reason
-    return "lost" if isinstance(error, LinkError) else "error"
-
-
 def _in_context(context: Context | None) -> AbstractContextManager[None]:
     return nullcontext() if context is None else entered(replace(current_scope(), context=context.id))
-
-
-def _without_deadline() -> AbstractContextManager[None]:
-    return entered(replace(current_scope(), deadline=None))
 
 
 def _needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import torch
 
@@ -14,6 +14,8 @@ from gradwire.torch_internals import coo_values, unscale_and_check
 __all__ = [
     "DryRun",
     "StepOutcome",
+    "StepRequest",
+    "StepSettings",
     "sum_of_powers",
     "unscaled",
     "values_of",
@@ -29,6 +31,28 @@ class StepOutcome:
     """The optimizer raised in the middle of the step: some parameters may be stepped, and others not."""
     UNKNOWN: Final = "unknown"
     """The worker cannot be reached, or was restarted since and cannot know."""
+
+
+class StepSettings(TypedDict):
+    """How all workers are to step."""
+
+    options: list[dict[str, Any]]
+    """The options of each group, such as its learning rate, as they are in this step."""
+    skip_nonfinite: bool
+    """Whether the step is refused if a gradient is not finite."""
+    allow_missing: bool
+    """Whether the step is made even if the worker has no gradients."""
+    inverse_scale: float | None
+    """What gradients are multiplied by first, if a GradScaler scaled the loss."""
+
+
+class StepRequest(StepSettings):
+    """What a trainer tells a worker to prepare a step. A plain dict, because it travels between processes."""
+
+    patience: float
+    """How many seconds the worker waits for another trainer's step before it refuses this step as busy."""
+    keep_place: bool
+    """Whether a trainer that is refused as busy keeps its place in the queue for its next request."""
 
 
 class DryRun:

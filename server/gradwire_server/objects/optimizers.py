@@ -14,7 +14,7 @@ import torch
 import gradwire
 from gradwire.autograd import borrowed_grad
 from gradwire.errors import StepRefused, WrongArguments
-from gradwire.training.stepping import DryRun, StepOutcome, sum_of_powers, unscaled
+from gradwire.training.stepping import DryRun, StepOutcome, StepRequest, sum_of_powers, unscaled
 from gradwire_server.objects.registry import Registry
 from gradwire_server.objects.store import ObjectStore
 from gradwire_server.objects.stored import StoredObject, parameter_sets_of
@@ -144,39 +144,31 @@ class WorkerOptimizer:
 
     # -- called by the trainer
 
-    def prepare(
-        self,
-        ticket: int,
-        options: list[dict[str, Any]],
-        skip_nonfinite: bool,
-        allow_missing: bool,
-        inverse_scale: float | None,
-        patience: float,
-        keep_place: bool,
-    ) -> None:
+    def prepare(self, ticket: int, request: StepRequest) -> None:
         """Checks that a step can be made, and keeps other trainers from stepping until commit or abort.
 
         Raises StepRefused if the step cannot be made, or if another trainer has reserved the modules for
-        longer than `patience` seconds. With `keep_place`, the trainer's next request then has the same place
-        in the queue.
+        longer than the `patience` of the request.
         """
         with self._lock:
             self._latest_ticket = max(self._latest_ticket, ticket)
         # Whatever became of the steps before, their trainer has gone on.
         self.abort(ticket - 1)
         reservation = self._objects.parameters.access.reserve(
-            self._parameter_sets, time.monotonic() + patience, self.uid if keep_place else None
+            self._parameter_sets,
+            time.monotonic() + request["patience"],
+            self.uid if request["keep_place"] else None,
         )
         if reservation is None:
             labels = ", ".join(stored.label for stored in self.modules[:5])
             raise _refused("busy", f"{labels}: another trainer is about to step")
         with reservation:
             gradients = self._gradients()
-            if inverse_scale is not None:
-                gradients = _all_unscaled(gradients, inverse_scale)
-            for group, changed in zip(self._optimizer.param_groups, options, strict=True):
-                group.update(changed)
-            self._check(gradients, skip_nonfinite, allow_missing)
+            if request["inverse_scale"] is not None:
+                gradients = _all_unscaled(gradients, request["inverse_scale"])
+            for group, options in zip(self._optimizer.param_groups, request["options"], strict=True):
+                group.update(options)
+            self._check(gradients, request["skip_nonfinite"], request["allow_missing"])
             with self._lock:
                 if ticket <= self._aborted_up_to:
                     raise _refused("lost", "the step was given up before it was prepared")
@@ -201,18 +193,9 @@ class WorkerOptimizer:
             self._prepared = None
         prepared.reservation.close()
 
-    def step(
-        self,
-        ticket: int,
-        options: list[dict[str, Any]],
-        skip_nonfinite: bool,
-        allow_missing: bool,
-        inverse_scale: float | None,
-        patience: float,
-        keep_place: bool,
-    ) -> None:
+    def step(self, ticket: int, request: StepRequest) -> None:
         """Both phases in one request, for a trainer whose modules are all on this worker."""
-        self.prepare(ticket, options, skip_nonfinite, allow_missing, inverse_scale, patience, keep_place)
+        self.prepare(ticket, request)
         with self._lock:
             prepared = self._take_prepared(ticket)
         self._make_step(prepared)
