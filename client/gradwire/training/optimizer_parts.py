@@ -87,13 +87,14 @@ class ParameterGroup:
         return bool(self.local.keys() & other.local.keys() or self._remote.keys() & other._remote.keys())
 
 
-def as_groups(params: Iterable[ParamsEntry]) -> list[Mapping[str, Any]]:
+def as_groups(params: ParamsEntry | Iterable[ParamsEntry]) -> list[Mapping[str, Any]]:
     """The `params` of an optimizer as groups. Modules and tensors outside of groups make one group
     together."""
+    entries: list[ParamsEntry]
     entries = [params] if isinstance(params, torch.nn.Module | torch.Tensor | Mapping) else list(params)
+    groups: list[Mapping[str, Any]] = [entry for entry in entries if isinstance(entry, Mapping)]
     ungrouped = [entry for entry in entries if not isinstance(entry, Mapping)]
-    groups = [entry for entry in entries if isinstance(entry, Mapping)]
-    return [*([{"params": ungrouped}] if ungrouped else []), *groups]
+    return [{"params": ungrouped}, *groups] if ungrouped else groups
 
 
 class LocalOptimizer:

@@ -54,7 +54,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        params: Iterable[ParamsEntry],
+        params: ParamsEntry | Iterable[ParamsEntry],
         *,
         skip_nonfinite: bool = False,
         allow_missing: bool = False,
