@@ -1,8 +1,8 @@
 """Every private name of torch that gradwire uses, with what gradwire relies on.
 
 torch may rename or change any of them in its next release. So no other module of gradwire uses a private
-name of torch, and this one looks for all of them and tries out the essential ones when it is imported: a
-torch that lacks one, or in which one behaves differently, is refused with an ImportError instead of giving
+name of torch. When this module is imported, it looks for every such name and tries out the essential ones. A
+torch that lacks a name, or in which it behaves differently, is refused with an ImportError instead of giving
 wrong gradients.
 
 Most are plain aliases or C functions made by `operator`, since they are used in every call.

@@ -103,4 +103,4 @@ def _exists(device: torch.device) -> bool:
 
 
 NO_MAP = DeviceMap({})
-"""The map of handles that were made without one."""
+"""The device map of a handle that was made without a device map."""

@@ -1,4 +1,4 @@
-"""Tensors that came over the same memory."""
+"""Received tensors that share memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["share_history"]
 
 
 def share_history(tensors: list[torch.Tensor], slots: Sequence[int]) -> None:
-    """Makes tensors that share memory views of one base, so that autograd notices when one is written to.
+    """Makes tensors that share memory views of the same base, so that autograd notices writes to them.
 
-    They are separate outputs of the recv node, so autograd would not know that they share memory. Of views
-    that a custom function made, torch refuses writes, and says to clone. If only one of them requires grad,
-    it may be written to, and torch refuses a backward that needs the old value.
+    The tensors are separate outputs of the recv node, so autograd would not know that they share memory.
+    torch refuses writes to views that a custom function made, and says to clone. If only one of the tensors
+    requires grad, that tensor may be written to, and torch refuses a backward that needs the old value.
     """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):

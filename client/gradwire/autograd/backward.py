@@ -88,7 +88,7 @@ def _unshared(gradient: torch.Tensor, shared: set[int]) -> torch.Tensor:
     """A gradient with memory of its own: people clip and scale gradients in place.
 
     torch may give the same tensor as the gradient of several leaves, a view of the gradient that came, or
-    one that repeats a single element; for `.grad` it copies such, too.
+    a tensor that repeats a single element. It copies such gradients for `.grad`, too.
     """
     memory = _memory(gradient)
     elements = elements_of(gradient)

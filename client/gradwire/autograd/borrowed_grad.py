@@ -1,4 +1,4 @@
-"""`.grad` of leaves, which is one for all contexts, borrowed for a while by one user at a time."""
+"""Borrows `.grad` of leaves. A leaf has a single `.grad` for all contexts, so users take turns."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 __all__ = ["DistAutogradContainer", "DistAutogradContext"]
 
 _REMEMBERED_ENDED = 10_000
-"""How many contexts that have ended are remembered, so that a late call cannot bring one back to life."""
+"""How many ended contexts are remembered, so that a late call does not make such a context anew."""
 
 
 class DistAutogradContext:
-    """What one peer holds of one context."""
+    """The gradients and messages of a context that this peer holds."""
 
     def __init__(self, id: ContextId) -> None:
         self.id = id
@@ -41,13 +41,15 @@ class DistAutogradContext:
         self.results: set[AutogradMessageId] = set()
         self.remote_segments: set[AutogradMessageId] = set()
         self.known_workers: weakref.WeakSet[Link] = weakref.WeakSet()
-        """The links that calls of this context went over: those workers hold a part of it, too."""
+        """The links that calls of this context went over. The workers at their other ends hold a part of the
+        context."""
         self.peers: set[int] = set()
-        """The peers that it came from. While one of them is linked, the lease does not end the context."""
+        """The peers whose requests named the context. While any of these peers is linked, the lease does not
+        end it."""
         self.users = 0
-        """How many requests are being served in it: it must not be taken for abandoned meanwhile."""
+        """How many requests are being served in the context. Until they end, the lease does not end it."""
         self._lock = threading.Lock()
-        # Weak, as `.grad` is: a leaf that a function made for one call takes its gradient along.
+        # Weak keys: the gradient of a leaf that a function made for a single call is freed with the leaf.
         self._gradients = WeakTensorKeyDictionary()
         self._handed_out = WeakTensorKeyDictionary()
         """For leaves whose gradients the user's code was given: the version of the leaf then, and whether
@@ -56,7 +58,7 @@ class DistAutogradContext:
     def accumulate(
         self, leaf: torch.Tensor, gradient: torch.Tensor, unless: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Adds a gradient, `unless` it no longer counts. Whether it was added.
+        """Adds a gradient, `unless` it no longer counts. Returns whether it was added.
 
         Checked under the lock: either both happen before the gradients are cleared, or both after.
         """
@@ -139,9 +141,9 @@ class DistAutogradContainer:
         self._segments: dict[AutogradMessageId, RemoteGraphSegment] = {}
         self._ended: dict[ContextId, None] = {}
         self.counts = Tally()
-        """Of contexts, by their owners."""
+        """How many contexts each owner has."""
         self.result_bytes = Tally()
-        """Of the results that are kept, by the owners of their contexts."""
+        """How many bytes of results are kept in the contexts of each owner."""
         self.hooks = EngineHooks()
         """`DistEngine.attach` replaces them."""
 
@@ -165,7 +167,7 @@ class DistAutogradContainer:
             return context
 
     def in_use(self, id: ContextId | None) -> InUse:
-        """Entered while a request is served in a context. None: in none."""
+        """A block in which a request is served in a context; None for a request without a context."""
         return InUse(self._lock, None if id is None else self._contexts.get(id))
 
     def contexts(self) -> list[DistAutogradContext]:
@@ -191,7 +193,7 @@ class DistAutogradContainer:
             self._segments[segment.source] = segment
 
     def remote_segments(self, ids: Sequence[AutogradMessageId]) -> list[RemoteGraphSegment]:
-        """Those that are known."""
+        """The remote segments with these ids, as far as this peer knows them."""
         with self._lock:
             return [self._segments[id] for id in ids if id in self._segments]
 

@@ -19,7 +19,7 @@ from gradwire.proto.v1 import autograd_pb2, tensor_pb2
 __all__ = ["MAX_BYTES", "ErrorFeedback", "GradientCodecs"]
 
 MAX_BYTES = 256 << 20
-"""How much one peer keeps."""
+"""How many bytes a peer keeps for error feedback."""
 
 
 class CallSite(NamedTuple):
@@ -28,7 +28,7 @@ class CallSite(NamedTuple):
     peer: int
     site: int
     position: int
-    """Of the message among those in a response."""
+    """The position of the message among those in a response."""
     slot: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -70,7 +70,7 @@ class ErrorFeedback:
                 self._bytes -= forgotten.nbytes
 
     def forget(self, peer: int | None = None) -> None:
-        """Nothing is owed to a peer any more; without a peer, to none."""
+        """Forgets what is owed to a peer, or to all peers."""
         with self._lock:
             for site in [site for site in self._owed if peer in (None, site.peer)]:
                 self._bytes -= self._owed.pop(site).nbytes

@@ -48,7 +48,7 @@ class TensorMetadata(NamedTuple):
 
 
 def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The sum. Never in place: gradients may share memory with one another."""
+    """The sum of two gradients. Never in place, because gradients may share memory."""
     # torch adds a sparse tensor to a dense one, but not the other way round.
     return other + one if one.layout is not torch.strided else one + other
 

@@ -92,10 +92,10 @@ class _Owner(torch.autograd.Function):
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """What `torch.autograd.graph.get_gradient_edge` gives, for sparse tensors, too.
+    """The same as `torch.autograd.graph.get_gradient_edge`, for sparse tensors, too.
 
-    That function makes a view, to keep alive a leaf's node or one that Python defined. Sparse tensors have no
-    views.
+    torch's function makes a view to keep alive the node of a leaf, or a node that Python defined. Sparse
+    tensors have no views.
     """
     if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)

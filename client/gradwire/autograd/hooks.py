@@ -31,16 +31,16 @@ __all__ = ["WaitingHooks", "run_waiting_hooks"]
 
 @dataclass(slots=True)
 class _Waiting:
-    """What waits for the end of one pass."""
+    """The leaves and the peers that wait for the end of a pass."""
 
     leaves: dict[ContextId, WeakTensorKeyDictionary] = field(default_factory=dict)
-    """Those with hooks that got a gradient, by the context that it went to."""
+    """Leaves with hooks that got a gradient in the pass, by the context that the gradient went to."""
     links: set[Link] = field(default_factory=set)
-    """To the peers that wait for it, too."""
+    """Links to the peers where hooks wait for the end of the pass, too."""
 
 
 class WaitingHooks:
-    """The hooks of one process that wait for the end of a pass, for each pass."""
+    """For each pass, the hooks on this peer that run when the pass is over."""
 
     def __init__(self) -> None:
         # Reentrant: the destructor of a task ends its pass, at any moment.
@@ -48,18 +48,18 @@ class WaitingHooks:
         self._passes: dict[AutogradMessageId, _Waiting] = {}
 
     def add_leaf(self, pass_id: AutogradMessageId, context: ContextId, leaf: torch.Tensor) -> None:
-        """A leaf has got a gradient. Its hooks run when the pass is over."""
+        """Notes that a leaf got a gradient in a pass. The hooks of the leaf run when the pass is over."""
         with self._lock:
             waiting = self._passes.setdefault(pass_id, _Waiting())
             waiting.leaves.setdefault(context, WeakTensorKeyDictionary())[leaf] = None
 
     def add_links(self, pass_id: AutogradMessageId, links: Iterable[Link]) -> None:
-        """The peers at the other ends wait for the end of a pass."""
+        """Notes that hooks on the peers at the other ends of these links wait for the end of a pass."""
         with self._lock:
             self._passes.setdefault(pass_id, _Waiting()).links.update(links)
 
     def any_waiting(self, pass_id: AutogradMessageId) -> bool:
-        """Whether any wait for the end of a pass, here or further on."""
+        """Whether hooks wait for the end of a pass, on this peer or on peers that have to be told by it."""
         return pass_id in self._passes
 
     def take(self, pass_id: AutogradMessageId) -> _Waiting | None:
@@ -67,8 +67,8 @@ class WaitingHooks:
             return self._passes.pop(pass_id, None)
 
     def forget(self, peer: int, before: int | None = None) -> None:
-        """The passes of a peer, or those before a number, are over: they failed, so their hooks do not
-        run."""
+        """Forgets the hooks of a peer's passes, or of its passes before a number. Those passes failed, so
+        their hooks do not run."""
         if not self._passes:
             return
         with self._lock:
@@ -79,7 +79,7 @@ class WaitingHooks:
 
 
 def run_waiting_hooks(engine: DistEngine, pass_id: AutogradMessageId) -> None:
-    """A pass is over everywhere: runs the hooks that waited for it, here and further on."""
+    """Runs the hooks that waited for the end of a pass, on this peer and, by telling them, on others."""
     waiting = engine.passes.hooks.take(pass_id)
     if waiting is None:
         return
@@ -101,7 +101,8 @@ def run_waiting_hooks(engine: DistEngine, pass_id: AutogradMessageId) -> None:
 
 
 def _run_hooks(leaf: torch.Tensor, context: DistAutogradContext) -> None:
-    """Runs the hooks of a leaf. They find the context's gradient in `.grad`, and may change or clear it."""
+    """Runs the hooks of a leaf. The hooks find the context's gradient in `.grad`, and may change or
+    clear it."""
     with borrowed_grad([leaf]):
         leaf.grad = context.take_gradient(leaf)
         try:

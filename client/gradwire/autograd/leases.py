@@ -17,7 +17,7 @@ __all__ = ["ContextLeases"]
 
 
 class ContextLeases:
-    """Ends the contexts of one peer, here and on the workers that it took them to."""
+    """Ends the contexts that a peer holds, on this peer and on the workers that it made calls to in them."""
 
     def __init__(
         self, peer: int, container: DistAutogradContainer, find_link: Callable[[int], Link | None]
@@ -76,7 +76,7 @@ class ContextLeases:
         call_later(max(seconds / 4, 0.01), partial(_sweep, weakref.ref(self), seconds))
 
     def sweep(self, seconds: float) -> bool:
-        """One round. Whether there is to be another."""
+        """Ends the contexts whose lease is over. Returns whether to sweep again."""
         for id in self._container.unused(seconds, self.is_linked):
             if id.peer != self._peer:
                 self.end(id)

@@ -40,8 +40,8 @@ class detecting_anomaly:
     def __enter__(self) -> None:
         global _anomaly_users, _anomaly_before
         if self._wanted:
-            # Counted: of two that overlap, the first to end must neither turn it off for the second nor
-            # leave it on for ever.
+            # Blocks are counted: of two that overlap, the first to end must neither turn anomaly detection
+            # off for the second nor leave it on for ever.
             with _anomaly_lock:
                 if not _anomaly_users:
                     _anomaly_before = torch.is_anomaly_enabled()
@@ -58,7 +58,7 @@ class detecting_anomaly:
 
 
 def capture() -> autograd_pb2.Modes | None:
-    """What differs from torch's defaults here and now; None if nothing does."""
+    """The modes of this thread that differ from torch's defaults; None if all are the defaults."""
     no_grad = not torch.is_grad_enabled()
     anomaly = anomaly_is_wanted()
     if not (no_grad or anomaly or is_any_autocast_enabled()):

@@ -38,12 +38,12 @@ class SentArguments:
         self.id = id
         self.context = context
         self.peer = peer
-        """The peer that they went to."""
+        """The peer that the arguments went to."""
         self.metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
         self.group: ResultGroup | None = None
-        """Of the results that depend on them, if those have a graph in common."""
+        """The group of the results that depend on these arguments, if such results have a graph in common."""
         # Reentrant: the destructor of a graph task's state may run at any moment, within these very methods.
         self._lock = threading.RLock()
         self._awaiting: dict[int, list[Propagation]] = {}
@@ -64,7 +64,7 @@ class SentArguments:
         return [None if node is None else GradientEdge(node, slot) for node, slot in send.next_functions]
 
     def await_response(self, task: int, propagation: Propagation | None = None) -> None:
-        """Gradients may come for a graph task; its send node must not run before that response is in."""
+        """Has the send node of a graph task wait for a response, which may bring gradients."""
         with self._lock:
             awaited = self._awaiting.setdefault(task, [])
             if propagation is not None:
@@ -80,7 +80,7 @@ class SentArguments:
             return list(self._awaiting)
 
     def put(self, task: int, gradients: Gradients) -> bool:
-        """Gradients have come for a graph task. False if the task does not await any."""
+        """Adds gradients that came for a graph task. Returns False if the task does not await any."""
         with self._lock:
             if task not in self._awaiting:
                 return False
@@ -94,14 +94,14 @@ class SentArguments:
         return self.forget(task)
 
     def forget(self, task: int) -> Gradients:
-        """Takes the sum of what has come for a graph task, which will collect no more."""
+        """Takes the sum of the gradients that came for a graph task. The task will not collect again."""
         with self._lock:
             self._awaiting.pop(task, None)
             return self._pending_gradients.pop(task, [None] * self.arity)
 
 
 class SentResults:
-    """Results that this peer sent: where a backward starts that the receiver requests."""
+    """Results that this peer sent. A backward that their receiver requests starts from them."""
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class SentResults:
         self.context = context
         self.function = function
         self.peer = peer
-        """The peer that they went to."""
-        # Keeps the graph alive until the receiver releases it. Not the tensors: a function that keeps one
-        # may modify it in place later, and then the tensor is somewhere else in the graph.
+        """The peer that the results went to."""
+        # Keeps the graph alive until the receiver releases it. Edges and not tensors:
+        # a function may keep a tensor and modify it in place later, which moves the tensor in the graph.
         self.edges: list[GradientEdge | None] = [edge_of(tensor) for tensor in tensors]
         self.metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         self.bytes = sum(map(nbytes, tensors))
@@ -129,9 +129,9 @@ class SentResults:
 
 
 class ReceivedTensors:
-    """Tensors that came from another peer: where their gradients go.
+    """Tensors that came from another peer, and where their gradients are sent.
 
-    Lives as long as the recv node does. When that goes, the sender may let go, too.
+    This record lives as long as the recv node. When the node is freed, the message is released at the sender.
     """
 
     def __init__(
@@ -156,23 +156,23 @@ class ReceivedTensors:
         self.link = link
         self.are_arguments = are_arguments
         self.what = what
-        """For people: which call's arguments or results."""
+        """Names the tensors in errors, such as the results of a call."""
         self.arity = arity
         self.compression = compression
-        """How the gradients travel."""
+        """How the gradients of the tensors are compressed."""
         self.depends_on = depends_on
         """Arguments that this peer sent, which the tensors depend on."""
         self.foreign = foreign
         """Messages of third peers, which the tensors depend on."""
         self.builds_on = builds_on
-        """Parts of the sender's graph that the tensors lead into: they depend on what those depend on,
-        too."""
+        """Parts of the sender's graph that the tensors lead into. The tensors depend on all arguments behind
+        these parts, too."""
         self.group: ResultGroup | None = None
         """Results with which these may have parts of the sender's graph in common."""
         self.node: weakref.ref[Any] | None = None
         """The recv node."""
         self.is_live = False
-        """Whether it is among the engine's live messages."""
+        """Whether `DistEngine.live` has the message."""
         self._freed: set[int] = set()
         """The slots of tensors whose graph was freed by a backward."""
         self._releases = releases
@@ -180,16 +180,16 @@ class ReceivedTensors:
     def is_known_to(self, peer: int) -> bool:
         """Whether a peer can itself find what these tensors depend on.
 
-        It can for arguments that it sent: their send node is in its graph. Results are never named to the
-        peer that sent them.
+        A peer can do so for arguments that it sent, since their send node is in its graph. Results are never
+        named to the peer that sent them.
         """
         return self.are_arguments and self.source.peer == peer
 
     def mark_freed(self, gradients: Gradients, *, for_good: bool) -> None:
         """A backward comes through some of the tensors: for good, if the graph is not retained.
 
-        Each of several results may have a backward of its own. A second one through a freed graph raises what
-        torch raises.
+        Each of several results may have a backward of its own. A second backward through a freed graph
+        raises the error that torch raises.
         """
         slots = {slot for slot, gradient in enumerate(gradients) if gradient is not None}
         if slots & self._freed:
@@ -207,11 +207,11 @@ class ReceivedTensors:
         return len(self._freed) == self.arity
 
     def mark_released(self) -> None:
-        """The sender has let go already."""
+        """Notes that the sender keeps the message no longer, so that it need not be released."""
         self._releases = None
 
     def __del__(self) -> None:
-        # At any moment and in any thread, so only what needs no lock.
+        # Runs at any moment and in any thread, so it must not take a lock.
         if self.is_live:
             self.engine.live.discard(self.source)
         if self._releases is not None:

@@ -1,7 +1,7 @@
 """Telling other peers which of their messages nothing here refers to any more.
 
-Releases ride on messages that travel anyway; those that find none are sent on their own after a second. What
-guarantees that a peer lets go is the lease (`leases`): releases only make it soon.
+Releases ride on messages that travel anyway; releases that find no such message are
+sent on their own after a second. If a release is lost, the lease (`leases`) frees the message in the end.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ __all__ = ["PeerReleases", "Releases", "Response"]
 _FLUSH_SECONDS = 1.0
 """After this time, releases that found no message to ride on are sent on their own."""
 _MAX_IN_ONE_MESSAGE = 1000
-"""So that releases do not make a message much larger."""
+"""How many releases ride on a message at most, so that they do not make it much larger."""
 
 Response = autograd_pb2.ForwardWithAutogradResponse | autograd_pb2.PropagateGradientsResponse
 
 
 class _HandleReference(weakref.ref["SegmentHandle"]):
-    """To a segment handle that another peer knows. Called back when nothing has the handle any more."""
+    """A weak reference to a segment handle that another peer was told of. Its callback is called when
+    nothing on this peer refers to the handle any more."""
 
     __slots__ = ("id",)
     id: AutogradMessageId
 
 
 class PeerReleases:
-    """Messages of one other peer that nothing here refers to any more, to be told to it.
+    """Messages of another peer that nothing on this peer refers to any more: that peer is to be told.
 
     `append` and what `on_discarded` returns are called by destructors, at any moment and in any thread, so
     they do nothing but append.
@@ -55,7 +56,8 @@ class PeerReleases:
         self._learned: deque[AutogradMessageId] = deque()
         self.append = self._waiting.append
         self.append_learned = self._learned.append
-        """For results that came and that later results may build on."""
+        """Takes the ids of segment handles that came with results: the other peer is to be told that they are
+        known here."""
 
     def on_discarded(self, kind: type[Any]) -> Callable[[Payload], None]:
         """Takes responses of a kind that came after their future was cancelled or dropped."""
@@ -76,14 +78,15 @@ class PeerReleases:
         return _taken(self._learned) if self._learned else []
 
     def offer(self, handle: SegmentHandle) -> None:
-        """The other peer is told of a segment handle, and is to be told when nothing here has it any more."""
+        """Notes that the other peer is told of a segment handle. It is told again when nothing here refers to
+        the handle any more."""
         # Not by a method: it would be called where graphs are destroyed, in the middle of C++ code that an
         # interpreter which shuts down must not leave.
         reference = self._handles[handle.id] = _HandleReference(handle, self._waiting.append)
         reference.id = handle.id
 
     def confirm(self, ids: Iterable[AutogradMessageId]) -> None:
-        """The other peer knows segment handles."""
+        """Notes that the other peer has received these segment handles."""
         for id in ids:
             handle = self._handles[id]() if id in self._handles else None
             if handle is not None:
@@ -115,7 +118,7 @@ class Releases:
         self._lock = threading.Lock()
 
     def to(self, link: Link) -> PeerReleases:
-        """What the peer at the other end of a link may let go of."""
+        """The releases for the peer at the other end of a link."""
         releases: PeerReleases | None = link.upper_state
         if releases is None:
             with self._lock:
@@ -214,7 +217,7 @@ class Releases:
                 releases.append(id)
 
     def _release_discarded(self, kind: type[Response], body: bytes, releases: PeerReleases) -> None:
-        """Lets go of what such a response brought: no future will decode it."""
+        """Releases the messages and refs in a response that no future will decode."""
         try:
             response = wire.parse(kind, body)
         except MalformedMessage:

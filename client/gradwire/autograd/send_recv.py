@@ -131,7 +131,7 @@ def receive(
 
 
 def on_gradients(received: ReceivedTensors, gradients: Gradients) -> bool:
-    """Sends gradients to the peer that the tensors came from. Whether contributions may come back."""
+    """Sends gradients to the peer that the tensors came from. Returns whether contributions may come back."""
     has_gradient = any(gradient is not None for gradient in gradients)
     run = current_run()
     if run is not None and run.responds_with(received):
@@ -188,10 +188,10 @@ class RecvRpc(torch.autograd.Function):
         ctx: Any, received: ReceivedTensors, data: Sequence[torch.Tensor], *tokens: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.received = received
-        # The garbage collector sees a node's owner only if that is a single tensor. It may look just while
-        # torch, without the interpreter's lock, makes another node the owner. It would then run the record's
-        # destructor, which releases the message, though the node lives. It cannot see a node's metadata, so
-        # the record is kept there.
+        # The record is kept in the node's metadata, which the garbage collector cannot see. In an attribute,
+        # the collector might find the record just while torch, without the interpreter's lock, makes another
+        # node the owner of this one: it would run the record's destructor, which releases the message,
+        # although the node lives.
         ctx.metadata["gradwire.received"] = received
         received.node = weakref.ref(ctx)
         ctx.tokens = len(tokens) - 1

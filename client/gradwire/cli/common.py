@@ -65,7 +65,7 @@ def show_error(error: GradwireError) -> None:
     console = Console(stderr=True, highlight=False, markup=False)
     where = f" (on {error.worker})" if error.worker and error.worker not in str(error) else ""
     line = Text.assemble(("error", "bold red"), f": {error}{where}")
-    # soft_wrap: the terminal wraps the line, so that it stays one line for programs that read it.
+    # soft_wrap: only the terminal wraps the line, so programs that read the output get a single line.
     console.print(line, soft_wrap=True)
     if isinstance(error, RemoteError) and error.remote_traceback:
         console.print(Text("Traceback of the worker:", style="bold"), soft_wrap=True)

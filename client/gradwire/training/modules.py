@@ -156,8 +156,8 @@ class RemoteModule(torch.nn.Module):
             error_msgs.append(line.replace("size mismatch for ", f"size mismatch for {prefix}"))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # What `fn` does can only be found out by calling it: if it converts tensors of two dtypes to one
-        # dtype, that is the dtype it converts to.
+        # Only calling `fn` shows what it does. If it makes the same dtype of tensors of two dtypes, it
+        # converts tensors to that dtype.
         wanted = {fn(torch.zeros((), dtype=dtype)).dtype for dtype in (torch.float32, torch.float64)}
         if len(wanted) == 1:
             self._call_builtin("to", None, wanted.pop())

@@ -21,7 +21,8 @@ _NUMBER_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
 
 
 class ContextId(NamedTuple):
-    """A context: the peer that opened it, and that peer's number for it. 0 is the peer's ambient context."""
+    """The id of a context: the peer that opened it, and a number of that peer. Number 0 is the ambient
+    context of the peer."""
 
     peer: int
     number: int
@@ -50,7 +51,8 @@ class ContextId(NamedTuple):
 
 
 class AutogradMessageId(NamedTuple):
-    """One sending of tensors that require grad, or one pass: the peer, and that peer's number for it."""
+    """The id of an autograd message or of a pass: the peer that sent or started it, and a number of that
+    peer."""
 
     peer: int
     number: int

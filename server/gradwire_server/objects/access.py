@@ -32,7 +32,7 @@ never ends, is overtaken, and its backward is refused: else one function that ha
 from stepping."""
 _YIELD_TO_WRITE_SECONDS = 1.0
 """A read that begins lets a waiting write go first, for this long at most. After that the read goes ahead:
-the write may wait for a read that, inside user code, waits for this one."""
+the write may be waiting for another read, whose user code waits for this read."""
 _KEEP_PLACE_SECONDS = 1.0
 """How long a trainer whose reservation was not granted in time keeps its place in the queue."""
 

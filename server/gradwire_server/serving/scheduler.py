@@ -34,11 +34,11 @@ class QueueLimits:
     threads: int = 64
     """Calls that compute at the same time."""
     threads_per_client: int | None = None
-    """Of those, calls of one client; None if one client may use all threads."""
+    """How many of these calls may be of the same client; None for all of them."""
     queued: int = 10_000
     """Calls that wait to run."""
     queued_per_client: int = 2_000
-    """Of those, calls of one client."""
+    """How many of these calls may be of the same client."""
 
 
 class CallScheduler:
