@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,7 +22,7 @@ from gradwire.autograd.gradients import (
 from gradwire.autograd.graph import Root
 from gradwire.autograd.graph_tasks import BackwardRun, find_task
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.kept_state.suspended import SuspendedBackward, SuspendedCall, chain_barriers
+from gradwire.autograd.kept_state.suspended import SuspendedBackward, chain_barriers
 from gradwire.autograd.messages import receive_call, send_results
 from gradwire.autograd.modes import detecting_anomaly
 from gradwire.autograd.records import SentArguments, SentResults
@@ -159,7 +158,7 @@ def _run(
         if root is None:
             _run_from_sent(engine, run, context, items)
             return run.contributions, False
-        suspended = run.suspended = SuspendedBackward(id, engine, run, SuspendedCall(server_call))
+        suspended = run.suspended = SuspendedBackward(id, engine, run, server_call)
         suspended.start(partial(_run_suspended, engine, run, context, root, request.detect_anomaly))
     return suspended.add(results, server_call)
 
@@ -168,12 +167,7 @@ def _run_suspended(
     engine: DistEngine, run: BackwardRun, context: ContextId, root: torch.Tensor, detect_anomaly: bool
 ) -> None:
     """What a suspended backward runs, on its own thread."""
-    assert run.suspended is not None
-    with (
-        engine.container.in_use(context),
-        entered(replace(current_scope(), server_call=run.suspended.server_call)),
-        detecting_anomaly(detect_anomaly),
-    ):
+    with entered(current_scope()), engine.container.in_use(context), detecting_anomaly(detect_anomaly):
         _backward(engine, run, context, [root], [torch.zeros(())])
 
 

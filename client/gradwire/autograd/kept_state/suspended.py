@@ -10,12 +10,12 @@ gradients so far is done, and the requests that brought them get their responses
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,6 @@ from gradwire.autograd.graph import nodes_from
 from gradwire.autograd.graph_tasks import BackwardRun, current_run, find_task
 from gradwire.autograd.records import SentResults
 from gradwire.errors import Cancelled
-from gradwire.proto.v1 import link_pb2
 from gradwire.runtime.scope import waiting
 from gradwire.system.threads import computing
 from gradwire.torch_internals import (
@@ -35,13 +34,13 @@ from gradwire.torch_internals import (
     sequence_number,
     set_sequence_number,
 )
-from gradwire.transport.base import Payload, Sendable, ServerCall
+from gradwire.transport.base import ServerCall
 from gradwire.wire.ids import AutogradMessageId
 
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
 
-__all__ = ["SuspendedBackward", "SuspendedCall", "add_injector", "chain_barriers"]
+__all__ = ["SuspendedBackward", "add_injector", "chain_barriers"]
 
 Items = Sequence[tuple[SentResults, Gradients]]
 Outcome = tuple[Contributions, bool]
@@ -63,9 +62,7 @@ class GradientInjector(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_token_gradient: Any) -> Any:
-        run = current_run()
-        gradients = None if run is None or run.suspended is None else run.suspended.take(ctx.id)
-        return None, *(gradients or [None] * ctx.arity)
+        return None, *(_running().take(ctx.id) or [None] * ctx.arity)
 
 
 class Barrier(torch.autograd.Function):
@@ -79,10 +76,15 @@ class Barrier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_token_gradient: Any) -> Any:
-        run = current_run()
-        if run is not None and run.suspended is not None:
-            run.suspended.wait_for(ctx.id)
-        return None, *[torch.zeros(()) for _ in range(ctx.tokens)]
+        _running().wait_for(ctx.id)
+        return None, *[torch.zeros(())] * ctx.tokens
+
+
+def _running() -> SuspendedBackward:
+    """The suspended backward whose nodes run now."""
+    run = current_run()
+    assert run is not None and run.suspended is not None
+    return run.suspended
 
 
 def add_injector(sent: SentResults, tensors: Sequence[torch.Tensor]) -> None:
@@ -120,66 +122,45 @@ def _runs_on_one_thread(root: torch.Tensor) -> bool:
     return True
 
 
-class SuspendedCall(ServerCall):
-    """The requests to a suspended backward as one: cancelling it cancels what the backward requests of
-    others."""
-
-    def __init__(self, first: ServerCall) -> None:
-        super().__init__()
-        self.method, self.request = first.method, Payload(b"")
-        self.deadline, self.link = first.deadline, first.link
-
-    def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
-        """Never called: `SuspendedBackward.add` responds to each request by itself."""
-        return False
-
-    def fail(self, error: link_pb2.Error) -> None:
-        """Never called: `SuspendedBackward.add` responds to each request by itself."""
-
-
 class SuspendedBackward:
     """A backward whose gradients come in several requests. It runs on a thread of its own."""
 
     def __init__(
-        self, id: AutogradMessageId, engine: DistEngine, run: BackwardRun, call: SuspendedCall
+        self, id: AutogradMessageId, engine: DistEngine, run: BackwardRun, first_call: ServerCall
     ) -> None:
         self.id = id
-        self.server_call = call
         self._engine = weakref.proxy(engine)
         self._run = run
-        self._inbox: SimpleQueue[tuple[Items, Future[Outcome]] | None] = SimpleQueue()
-        """Requests that came; None wakes the backward after `give_up`."""
-        self._lock = threading.Lock()
+        self._first_call = first_call
+        """Cancelling it cancels what the backward requests of others."""
+        self._changed = threading.Condition()
+        """Guards what follows."""
         self._ended: str | None = None
         """Why no more gradients are taken."""
-        # Of the backward's own thread alone:
         self._gradients: dict[AutogradMessageId, Gradients] = {}
-        self._lowest: int | None = None
-        """The number of the earliest result with a gradient. No gradients come any more for results after
+        self._lowest: float = math.inf
+        """The number of the earliest result in the last request. No gradients come any more for results after
         it."""
         self._without_response: list[Future[Outcome]] = []
 
     # -- for the threads that bring requests
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, backward: Callable[[], None]) -> None:
         """Runs the backward on a thread of its own, with the context variables of the caller."""
-        target, args = contextvars.copy_context().run, (self._do, work)
-        thread = threading.Thread(target=target, args=args, name="gradwire-suspended", daemon=True)
-        self._engine.suspended[self.id] = self
-        try:
-            thread.start()
-        except BaseException:  # the system has no more threads
-            del self._engine.suspended[self.id]
-            raise
+        target, args = contextvars.copy_context().run, (self._do, backward)
+        threading.Thread(target=target, args=args, name="gradwire-suspended", daemon=True).start()
 
     def add(self, items: Items, server_call: ServerCall) -> Outcome:
         """Adds gradients, and returns when all that follows from them is done. Without gradients: no more
         come."""
         outcome: Future[Outcome] = Future()
-        with self._lock:
-            if self._ended is not None:
-                raise Cancelled(f"the suspended backward has ended: {self._ended}")
-            self._inbox.put((items, outcome))
+        with self._changed:
+            self._check_going_on()
+            self._gradients.update((sent.id, gradients) for sent, gradients in items)
+            self._lowest = min((sent.id.number for sent, _ in items), default=-1)
+            self._run.checks += (sent.check_fresh for sent, _ in items if sent.check_fresh is not None)
+            self._without_response.append(outcome)
+            self._changed.notify()
         take_back = server_call.when_cancelled(self.give_up)
         try:
             return outcome.result()
@@ -188,28 +169,27 @@ class SuspendedBackward:
 
     def give_up(self, why: str = "its requester cancelled it") -> None:
         """The requester does not want the rest: the backward is cancelled at its next barrier."""
-        with self._lock:
+        with self._changed:
             self._ended = self._ended or why
-        self._inbox.put(None)
-        self.server_call.cancel()
+            self._changed.notify()
+        self._first_call.cancel()
 
     # -- for the thread of the backward
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _do(self, backward: Callable[[], None]) -> None:
         failure: BaseException | None = None
+        self._engine.suspended[self.id] = self
         try:
             with computing():
-                work()
+                backward()
         except BaseException as error:  # whatever it is, the requesters are told
             failure = error
-        del work  # and the graph with it, before the responses are sent
+        del backward  # and the graph with it, before the responses are sent
         self._run.suspended = None
         self._engine.suspended.pop(self.id, None)
-        with self._lock:
+        with self._changed:
             self._ended = self._ended or ("it has failed" if failure else "it is done")
-        while not self._inbox.empty():
-            self._take_one()
-        self._respond(failure, is_suspended=False)
+            self._respond(failure, is_suspended=False)
 
     def take(self, id: AutogradMessageId) -> Gradients | None:
         """The gradients that came for a result."""
@@ -223,36 +203,29 @@ class SuspendedBackward:
         if task is not None:
             task.wait_for_requests()
         self._run.check_fresh()
-        self._respond(None, is_suspended=True)
+        with self._changed:
+            if not self._has_come(id):  # if it has, nothing of what that request brought has run yet
+                self._respond(None, is_suspended=True)
         while not self._has_come(id):
             # Nothing is computed meanwhile, so others may change parameters.
-            waiting(partial(self._take_one, _LIVENESS_SECONDS))
+            waiting(partial(self._wait_for_request, id))
             self._check_requester()
         self._run.check_fresh()
 
     def _has_come(self, id: AutogradMessageId) -> bool:
-        while not self._inbox.empty():
-            self._take_one()
-        if self._ended is not None:
-            raise Cancelled(f"the suspended backward was given up: {self._ended}")
-        return id in self._gradients or (self._lowest is not None and id.number > self._lowest)
+        self._check_going_on()
+        return id in self._gradients or id.number > self._lowest
 
-    def _take_one(self, timeout: float | None = None) -> None:
-        """Takes a request, if one has come, or comes in time."""
-        try:
-            taken = self._inbox.get(block=timeout is not None, timeout=timeout)
-        except Empty:
-            return
-        if taken is None:
-            return
-        items, outcome = taken
-        self._without_response.append(outcome)
-        self._gradients.update((sent.id, gradients) for sent, gradients in items)
-        self._run.checks += (sent.check_fresh for sent, _ in items if sent.check_fresh is not None)
-        self._lowest = min((sent.id.number for sent, _ in items), default=-1)
+    def _wait_for_request(self, id: AutogradMessageId) -> None:
+        with self._changed:
+            self._changed.wait_for(partial(self._has_come, id), _LIVENESS_SECONDS)
+
+    def _check_going_on(self) -> None:
+        if self._ended is not None:
+            raise Cancelled(f"the suspended backward has ended: {self._ended}")
 
     def _check_requester(self) -> None:
-        link = self.server_call.link
+        link = self._first_call.link
         if link is None or link.ended is not None:
             self.give_up("its requester is gone")
         elif self._engine.passes.is_over(self._run.pass_id):
