@@ -23,7 +23,7 @@ from tests.autograd.test_round_trips import BACKWARD, asked
 import gradwire as gw
 import gradwire_server as gws
 from gradwire.autograd.kept_state import suspended
-from gradwire.autograd.kept_state.remote_segments import RemoteSuspendedBackward
+from gradwire.autograd.kept_state.gathering import Gathering
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.runtime.scope import current_scope, entered
 
@@ -623,7 +623,7 @@ def test_a_run_that_is_held_open_ends_with_its_backward_even_if_nobody_says_so(
 ) -> None:
     trio, workers = local_trio
     started = was_held(workers, monkeypatch)
-    monkeypatch.setattr(RemoteSuspendedBackward, "give_up", lambda self: None)
+    monkeypatch.setattr(Gathering, "abandon", lambda self: None)
     outs = loop(trio, leaf())
 
     def fail(gradient: torch.Tensor) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from gradwire.autograd.gradients import Gradients
 from gradwire.autograd.graph import edge_of, wants_all_leaves
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.kept_state.gathering import Gatherings
+from gradwire.autograd.kept_state.gathering import Gathering, Gatherings
 from gradwire.autograd.kept_state.remote_segments import arguments_behind
 from gradwire.autograd.propagating import GradientsToSend, Propagation, send_gradients
 from gradwire.autograd.records import ReceivedTensors, SentArguments
@@ -174,57 +175,44 @@ class GraphTaskState:
         if failure is not None:
             self.abandon()
 
-    def send_or_gather(self, received: ReceivedTensors, gradients: Gradients) -> None:
+    def send_or_gather(self, received: ReceivedTensors, gradients: Gradients | None) -> None:
         """Sends gradients to the peer that tensors came from, without waiting, or gathers them first (kept
-        state)."""
-        received.mark_freed(gradients, for_good=not self.retain_graph)
-        if received.group is None or not received.group.has_several or self.create_graph:
-            self.send(GradientsToSend([(received, gradients)]))
-        else:
-            self._gatherings.of(received, received.group).add(received, gradients, self)
+        state). None if the recv node ran without a gradient: others may wait for it."""
+        if gradients is not None:
+            received.mark_freed(gradients, for_good=not self.retain_graph)
+        if received.group is not None and not self.create_graph:
+            self._gatherings.of(received, received.group, self).add(received, gradients)
+        elif gradients is not None:
+            to_send = GradientsToSend(received, [(received, gradients)])
+            self.send(to_send, arguments_behind(received, set()))
 
-    def skip(self, received: ReceivedTensors) -> None:
-        """The recv node of a message ran without a gradient."""
-        if received.group is not None and received.group.has_several:
-            self._gatherings.of(received, received.group).add(received, None, self)
+    def send(self, to_send: GradientsToSend, awaiting: Sequence[SentArguments] = ()) -> Propagation:
+        """Sends gradients in one request, without waiting. The response may bring contributions to arguments
+        in `awaiting`."""
+        propagation = send_gradients(to_send, self, partial(self.await_contributions, awaiting))
+        self._sent.append(propagation)
+        return propagation
 
-    def send(self, to_send: GradientsToSend) -> Propagation:
-        """Sends gradients in one request, without waiting."""
-        sent: list[Propagation] = []
-
-        def expect(propagation: Propagation) -> None:
-            sent.append(propagation)
-            self._sent.append(propagation)
-            later = to_send.suspension.to_come if to_send.suspension is not None else ()
-            going_on = [*(received for received, _ in to_send.items), *to_send.no_longer_awaited]
-            for arguments in arguments_behind(going_on, later):
-                self.awaited[arguments.id] = arguments
-                arguments.await_response(self.id, propagation)
-
-        send_gradients(to_send, self, expect)
-        return sent[0]
+    def await_contributions(self, arguments: Sequence[SentArguments], of: Propagation | Gathering) -> None:
+        """Contributions to arguments may come: their send nodes must not run before those are there."""
+        for sent in arguments:
+            self.awaited[sent.id] = sent
+            sent.await_contributions(self.id, of)
 
     def before_collecting(self, sent: SentArguments) -> None:
-        """A send node is about to wait for contributions: gradients that were gathered for those have to go
-        first."""
-        if not self._gatherings:
-            return
-        if sent.group is not None:
-            for gathering in self._gatherings:
-                if gathering.group.root is sent.group.root:
-                    gathering.flush(self, may_wait=True)
-        if not all(propagation.is_settled for propagation in sent.awaited_in(self.id)):
-            self._flush()  # so that others work meanwhile
+        """A send node is about to wait for contributions: others are to work meanwhile."""
+        if not all(awaited.is_settled for awaited in sent.awaited_in(self.id)):
+            self._flush()
 
     def _flush(self) -> None:
         for gathering in self._gatherings:
-            gathering.flush(self, may_wait=False)
+            gathering.flush(may_wait=False)
 
     def wait_for_requests(self) -> None:
         """Waits until all is done that follows from what ran so far."""
         self._flush()
         for gathering in self._gatherings:
-            gathering.flush(self, may_wait=True)
+            gathering.wait()
         for propagation in self._sent:
             propagation.wait()
         self._sent.clear()
@@ -243,9 +231,9 @@ class GraphTaskState:
         self._forget()
 
     def _wait_for_all(self) -> None:
-        self._flush()
+        self.wait_for_requests()
         for gathering in self._gatherings:
-            gathering.finish(self)
+            gathering.finish()
         for propagation in self._sent:
             propagation.wait()
 

@@ -23,7 +23,6 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
     from gradwire.autograd.graph_tasks import GraphTaskState
-    from gradwire.autograd.kept_state.remote_segments import RemoteSuspendedBackward
 
 __all__ = ["GradientsToSend", "Propagation", "ResultGradients", "send_gradients", "tell_pass_ended"]
 
@@ -34,22 +33,13 @@ ResultGradients = tuple[ReceivedTensors, Gradients]
 class GradientsToSend:
     """Gradients for tensors of one peer, to be backpropagated in one run. In the plain case: one item."""
 
+    representative: ReceivedTensors
+    """Tensors that say where all of them came from, and in which context."""
     items: Sequence[ResultGradients]
-    suspension: RemoteSuspendedBackward | None = None
+    suspended: AutogradMessageId | None = None
     """Kept state: the suspended backward that they are part of."""
-    awaited_later: Sequence[ReceivedTensors] = ()
+    to_come: Sequence[AutogradMessageId] = ()
     """Kept state: results whose gradients will come later, if the suspended backward starts with these."""
-    no_longer_awaited: Sequence[ReceivedTensors] = ()
-    """Kept state: results that the suspended backward no longer waits for. Gradients that waited for them at
-    a shared node go on."""
-
-    @property
-    def representative(self) -> ReceivedTensors:
-        """Tensors that say where all of them came from, and in which context."""
-        if self.items:
-            return self.items[0][0]
-        assert self.suspension is not None
-        return self.suspension.representative
 
 
 class Propagation:
@@ -58,16 +48,18 @@ class Propagation:
     def __init__(
         self,
         future: ResponseFuture,
-        deliver: Callable[[Any], None],
+        deliver: Callable[[Any], bool],
         read_for: Callable[[ResponseFuture], None],
         what: str,
     ) -> None:
         self._read_for = read_for
         self._future = future
-        self._deliver: Callable[[Any], None] | None = deliver
+        self._deliver: Callable[[Any], bool] | None = deliver
         self._is_delivered = False
         self._lock = threading.Lock()
         self.what = what
+        self.left_suspended = False
+        """Kept state: whether the peer has said that its backward waits for more gradients."""
 
     @property
     def is_settled(self) -> bool:
@@ -87,7 +79,7 @@ class Propagation:
         with self._lock:
             if self._deliver is not None:
                 deliver, self._deliver = self._deliver, None
-                deliver(self._future.result())
+                self.left_suspended = deliver(self._future.result())
                 self._is_delivered = True
 
     def _wait_for_failure(self) -> BaseException | None:
@@ -124,7 +116,7 @@ def _with_note(error: BaseException, note: str) -> BaseException:
 
 def send_gradients(
     to_send: GradientsToSend, task: GraphTaskState, expect: Callable[[Propagation], None]
-) -> None:
+) -> Propagation:
     """Sends gradients to where the tensors came from.
 
     `expect` is told before they leave: contributions from a third peer may be back before this returns.
@@ -159,16 +151,15 @@ def send_gradients(
     # Not the task itself: its destructor, which ends it when the engine drops it, must not wait for a
     # response.
     awaited, awaiting_end = task.awaited, task.awaiting_end
-    deliver = partial(
-        _deliver, engine, task.id, awaited, awaiting_end, to_send.suspension, link, what, to.compression
-    )
+    deliver = partial(_deliver, engine, task.id, awaited, awaiting_end, link, what, to.compression)
     try:
         table, attachments = encoder.finish()
         request.tensors.CopyFrom(table)
         if encoder.saved:
             link.count_saved(encoder.saved)
         cancel_with_caller(future)
-        expect(Propagation(future, deliver, link.read_for, what))
+        propagation = Propagation(future, deliver, link.read_for, what)
+        expect(propagation)
         link.send_request(
             link_pb2.METHOD_PROPAGATE_GRADIENTS,
             request.SerializeToString(),
@@ -181,6 +172,7 @@ def send_gradients(
         raise
     for received in lets_go:
         received.mark_released()
+    return propagation
 
 
 def _request_of(
@@ -197,11 +189,9 @@ def _request_of(
     task.pass_id(to.engine).write(getattr(request, "pass"))
     if run is not None and run.collect_into is not None:
         run.collect_into.write(request.collect_into)
-    if to_send.suspension is not None:
-        to_send.suspension.id.write(request.suspended_backward)
-        request.gradients_to_come.extend(
-            message_protos(received.source for received in to_send.awaited_later)
-        )
+    if to_send.suspended is not None:
+        to_send.suspended.write(request.suspended_backward)
+        request.gradients_to_come.extend(message_protos(to_send.to_come))
     if to.compression is not None:
         request.compression.CopyFrom(to.compression)
     for index, (received, gradients) in enumerate(to_send.items):
@@ -220,13 +210,13 @@ def _deliver(
     task: int,
     awaited: dict[AutogradMessageId, SentArguments],
     awaiting_end: set[Link],
-    suspension: RemoteSuspendedBackward | None,
     link: Link,
     what: str,
     compression: autograd_pb2.Compression | None,
     payload: Payload,
-) -> None:
-    """Puts the contributions of a response to the arguments that they are for."""
+) -> bool:
+    """Puts the contributions of a response to the arguments that they are for. Whether the backward that made
+    them is suspended."""
     response = wire.parse(autograd_pb2.PropagateGradientsResponse, payload.body)
     ids = [AutogradMessageId.parse(contribution.message) for contribution in response.contributions]
     expected = (awaited.get(id) or engine.container.arguments(id) for id in ids)
@@ -236,8 +226,6 @@ def _deliver(
     if decoder.saved:
         link.count_saved(decoder.saved)
     try:
-        if suspension is not None:
-            suspension.is_open = response.is_suspended
         if response.awaits_end:
             awaiting_end.add(link)
         if response.HasField("autograd"):
@@ -249,12 +237,6 @@ def _deliver(
             # First of all those that were awaited: another response may have overtaken this one, and released
             # them from the container.
             sent = awaited.get(id)
-            if sent is None and suspension is not None:
-                sent = engine.container.arguments(id)
-                if sent is not None:
-                    # The worker did not suspend its backward, so these contributions come early.
-                    awaited[id] = sent
-                    sent.await_response(task)
             if sent is None:
                 raise NotFound(
                     f"{link.peer} sent gradients for arguments that this peer no longer keeps: they were "
@@ -263,6 +245,7 @@ def _deliver(
                 )
             if not sent.put(task, decode_gradients(contribution, decoder, sent.metadata)):
                 raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
+        return response.is_suspended
     finally:
         if response.released:
             engine.container.release(message_ids(response.released))
@@ -274,7 +257,7 @@ def tell_pass_ended(context: ContextId, pass_id: AutogradMessageId, link: Link) 
     context.write(request.context)
     pass_id.write(getattr(request, "pass"))
     future = ResponseFuture()
-    propagation = Propagation(future, lambda _: None, link.read_for, f"the hooks on {link.peer}")
+    propagation = Propagation(future, lambda _: False, link.read_for, f"the hooks on {link.peer}")
     cancel_with_caller(future)
     link.send_request(
         link_pb2.METHOD_PROPAGATE_GRADIENTS,

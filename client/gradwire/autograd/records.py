@@ -22,6 +22,7 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
+    from gradwire.autograd.kept_state.gathering import Gathering
     from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup
     from gradwire.autograd.propagating import Propagation
     from gradwire.autograd.releases import PeerReleases
@@ -46,7 +47,7 @@ class SentArguments:
         """The group of the results that depend on these arguments, if such results have a graph in common."""
         # Reentrant: the destructor of a graph task's state may run at any moment, within these very methods.
         self._lock = threading.RLock()
-        self._awaiting: dict[int, list[Propagation]] = {}
+        self._awaiting: dict[int, list[Propagation | Gathering]] = {}
         """For each graph task that awaits gradients: the requests whose responses may bring some."""
         self._pending_gradients: dict[int, list[torch.Tensor | None]] = {}
         """For each graph task: the sum of the gradients that have come."""
@@ -63,14 +64,12 @@ class SentArguments:
             return [None] * self.arity
         return [None if node is None else GradientEdge(node, slot) for node, slot in send.next_functions]
 
-    def await_response(self, task: int, propagation: Propagation | None = None) -> None:
-        """Has the send node of a graph task wait for a response, which may bring gradients."""
+    def await_contributions(self, task: int, of: Propagation | Gathering) -> None:
+        """Has the send node of a graph task wait for responses, which may bring gradients."""
         with self._lock:
-            awaited = self._awaiting.setdefault(task, [])
-            if propagation is not None:
-                awaited.append(propagation)
+            self._awaiting.setdefault(task, []).append(of)
 
-    def awaited_in(self, task: int) -> list[Propagation]:
+    def awaited_in(self, task: int) -> list[Propagation | Gathering]:
         """The requests whose responses may bring gradients for a graph task."""
         with self._lock:
             return list(self._awaiting.get(task, ()))
@@ -89,8 +88,8 @@ class SentArguments:
 
     def collect(self, task: int) -> Gradients:
         """Waits for all responses that may bring gradients for a graph task, and takes the sum."""
-        for propagation in self.awaited_in(task):
-            propagation.wait()
+        for awaited in self.awaited_in(task):
+            awaited.wait()
         return self.forget(task)
 
     def forget(self, task: int) -> Gradients:

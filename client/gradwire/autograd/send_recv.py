@@ -140,10 +140,7 @@ def on_gradients(received: ReceivedTensors, gradients: Gradients) -> bool:
         return False
     if has_gradient or received.group is not None:
         with current_task() as task:
-            if has_gradient:
-                task.send_or_gather(received, gradients)
-            else:
-                task.skip(received)  # kept state: others may wait for it
+            task.send_or_gather(received, gradients if has_gradient else None)
     return has_gradient
 
 

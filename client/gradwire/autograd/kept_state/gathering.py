@@ -11,14 +11,18 @@ gradients that were not sent yet, so no two peers can wait for one another.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from gradwire.autograd.gradients import Gradients
-from gradwire.autograd.kept_state.remote_segments import RemoteSuspendedBackward, ResultGroup
+from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup, arguments_behind
 from gradwire.autograd.propagating import GradientsToSend, Propagation, ResultGradients
 from gradwire.autograd.records import ReceivedTensors
+from gradwire.errors import GradwireError
+from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.torch_internals import will_engine_execute_node
+from gradwire.wire.ids import AutogradMessageId, message_protos
 
 if TYPE_CHECKING:
     from gradwire.autograd.graph_tasks import GraphTaskState
@@ -33,19 +37,16 @@ class Gatherings:
         self._by_result: dict[ReceivedTensors, Gathering] = {}
         self._all: list[Gathering] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
     def __iter__(self) -> Iterator[Gathering]:
         return iter(self._all)
 
-    def of(self, received: ReceivedTensors, group: ResultGroup) -> Gathering:
+    def of(self, received: ReceivedTensors, group: ResultGroup, task: GraphTaskState) -> Gathering:
         """The gathering that takes the gradients of a result."""
         gathering = self._by_result.get(received)
         if gathering is None:
             # A second gathering of a group, if results joined it since the first was made.
             awaited = [r for r in group.members if r not in self._by_result and _will_run(r)]
-            gathering = Gathering(group, awaited)
+            gathering = Gathering(task, received, awaited)
             self._all.append(gathering)
             self._by_result.update(dict.fromkeys([*awaited, received], gathering))
         return gathering
@@ -58,86 +59,106 @@ class Gatherings:
 class Gathering:
     """The gradients of one graph task for the results of one group."""
 
-    def __init__(self, group: ResultGroup, awaited: Iterable[ReceivedTensors]) -> None:
-        self.group = group
+    def __init__(
+        self, task: GraphTaskState, representative: ReceivedTensors, awaited: Iterable[ReceivedTensors]
+    ) -> None:
+        self._task = weakref.proxy(task)
+        self._representative = representative
         self._awaited = set(awaited)
         """Results whose recv nodes have not run yet."""
         self._gathered: list[ResultGradients] = []
-        self._suspension: RemoteSuspendedBackward | None = None
+        self._passed: set[RemoteGraphSegment] = set()
+        """What lies behind the results whose gradients were gathered."""
+        self._requests: list[Propagation] = []
+        """Those whose responses were not waited for."""
+        self._suspended: AutogradMessageId | None = None
+        """The worker's suspended backward."""
         self._last: Propagation | None = None
-        """The last request to the suspended backward."""
+        """The last request to it."""
+        self._lowest = 0
+        """The number of the earliest result in that request: it waits for gradients of results before."""
 
-    def add(self, received: ReceivedTensors, gradients: Gradients | None, task: GraphTaskState) -> None:
+    def add(self, received: ReceivedTensors, gradients: Gradients | None) -> None:
         """The recv node of a result ran; None if it got no gradients."""
         self._awaited.discard(received)
-        if gradients is None and self._suspension is not None and received in self._suspension.to_come:
+        if gradients is not None:
+            self._task.await_contributions(arguments_behind(received, self._passed), self)
+        elif self._suspended is not None and received.source.number < self._lowest:
             gradients = [None] * received.arity  # the suspended backward waits for them
         if gradients is not None:
             self._gathered.append((received, gradients))
         if not self._awaited:
-            self.flush(task, may_wait=False)
+            self.flush(may_wait=False)
 
-    def flush(self, task: GraphTaskState, *, may_wait: bool) -> None:
+    def flush(self, *, may_wait: bool) -> None:
         """Sends what was gathered."""
         if not self._gathered:
             return
-        if self._last is not None and self._suspension is not None:
+        if self._suspended is not None:
             # The requests to a suspended backward go one after the other, or they could overtake one another.
-            if not (self._last.is_settled or may_wait):
+            if not (may_wait or self._has_responses):
                 return
-            self._last.wait()
-            if not self._suspension.is_open:
-                self._suspension = None  # the worker went through to the end at once
+            self._wait_for_responses()
         gathered, self._gathered = self._gathered, []
-        if self._suspension is None:
-            self._start(gathered, task)
-            return
-        expected = [item for item in gathered if item[0] in self._suspension.to_come]
-        alone = [item for item in gathered if item[0] not in self._suspension.to_come]
-        if expected:
-            self._resume(expected, self._suspension, task)
-        for item in alone:
-            task.send(GradientsToSend([item]))
+        if self._suspended is not None:
+            late = [item for item in gathered if item[0].source.number >= self._lowest]
+            self._requests += [self._task.send(GradientsToSend(item[0], [item])) for item in late]
+            gathered = [item for item in gathered if item[0].source.number < self._lowest]
+        if gathered:
+            self._send(gathered)
 
-    def _start(self, gathered: list[ResultGradients], task: GraphTaskState) -> None:
-        # Only earlier results are announced: the worker goes from latest to earliest, so gradients that were
-        # sent never wait for missing ones.
-        first = min(received.source.number for received, _ in gathered)
-        to_come = {received for received in self._awaited if received.source.number < first}
-        if to_come:
-            representative = gathered[0][0]
-            self._suspension = RemoteSuspendedBackward(
-                representative.engine.new_id(), representative, to_come
-            )
-        self._last = task.send(GradientsToSend(gathered, self._suspension, awaited_later=list(to_come)))
+    def _send(self, items: list[ResultGradients]) -> None:
+        """Sends gradients to the suspended backward, which starts with them if results before them are still
+        awaited. Without any, it goes on to the end."""
+        self._lowest = min((received.source.number for received, _ in items), default=0)
+        to_come: list[AutogradMessageId] = []
+        if self._suspended is None:
+            # Only earlier results are announced: the worker goes from latest to earliest, so gradients that
+            # were sent never wait for missing ones.
+            to_come = [r.source for r in self._awaited if r.source.number < self._lowest]
+            self._suspended = self._representative.engine.new_id() if to_come else None
+        to_send = GradientsToSend(self._representative, items, self._suspended, to_come)
+        self._last = self._task.send(to_send)
+        self._requests.append(self._last)
 
-    def _resume(
-        self, items: list[ResultGradients], suspension: RemoteSuspendedBackward, task: GraphTaskState
-    ) -> None:
-        """Sends gradients to the suspended backward; without any, it goes on to the end."""
-        first = min((received.source.number for received, _ in items), default=0)
-        no_longer_awaited = [received for received in suspension.to_come if received.source.number >= first]
-        suspension.to_come.difference_update(no_longer_awaited)
-        self._last = task.send(GradientsToSend(items, suspension, no_longer_awaited=no_longer_awaited))
-        if not suspension.to_come:
-            self._suspension = None
+    @property
+    def _has_responses(self) -> bool:
+        return all(request.is_settled for request in self._requests)
 
-    def finish(self, task: GraphTaskState) -> None:
+    @property
+    def is_settled(self) -> bool:
+        """Whether waiting takes no time."""
+        return not self._gathered and self._has_responses
+
+    def wait(self) -> None:
+        """Returns when the contributions of all that was gathered are with the sent arguments."""
+        self.flush(may_wait=True)
+        self._wait_for_responses()
+
+    def _wait_for_responses(self) -> None:
+        requests, self._requests = self._requests, []
+        for request in requests:
+            request.wait()
+        if self._last is not None and not self._last.left_suspended:
+            self._suspended = None  # the worker went through to the end
+
+    def finish(self) -> None:
         """At the end of the graph task: nothing more comes."""
-        self.flush(task, may_wait=True)
-        if self._suspension is not None and self._last is not None:
-            self._last.wait()
-            if self._suspension.is_open:
-                # Some results are inputs of torch.autograd.grad: the engine captures their gradients without
-                # running their nodes.
-                self._resume([], self._suspension, task)
+        if self._suspended is not None:
+            # Some results are inputs of torch.autograd.grad: the engine captures their gradients without
+            # running their nodes.
+            self._send([])
 
     def abandon(self) -> None:
-        """The graph task failed."""
-        suspension, self._suspension = self._suspension, None
-        self._gathered.clear()
-        if suspension is not None:
-            suspension.give_up()
+        """The graph task failed: tells the worker to cancel the suspended backward."""
+        if self._suspended is None:
+            return
+        request = autograd_pb2.CleanupContextRequest(suspended_backwards=message_protos([self._suspended]))
+        try:
+            link = self._representative.engine.link_to(self._representative)
+            link.send_request(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=60.0)
+        except GradwireError:
+            pass  # the worker is gone, and the backward with it
 
 
 def _will_run(received: ReceivedTensors) -> bool:

@@ -5,21 +5,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
 from gradwire.autograd.records import ReceivedTensors, SentArguments
-from gradwire.errors import GradwireError
-from gradwire.proto.v1 import autograd_pb2, link_pb2
-from gradwire.wire.ids import AutogradMessageId, message_protos
 
 __all__ = [
     "RemoteGraphSegment",
-    "RemoteSuspendedBackward",
     "ResultGroup",
     "SegmentToken",
     "arguments_behind",
@@ -50,11 +45,6 @@ class ResultGroup:
         with _lock:
             return list(self.root._members)
 
-    @property
-    def has_several(self) -> bool:
-        """Whether there is more than one result in it."""
-        return len(self.root._members) > 1
-
     @staticmethod
     def merge(received: ReceivedTensors, groups: Sequence[ResultGroup]) -> ResultGroup:
         """Joins groups to one, and adds results to it."""
@@ -84,39 +74,11 @@ class RemoteGraphSegment:
         self.token: torch.Tensor | None = None
         # Weakly: the worker says of each message by itself when nothing there refers to it any more.
         self._arguments = [weakref.ref(sent) for sent in received.depends_on]
-        self._received = weakref.ref(received)
-
-    @property
-    def received(self) -> ReceivedTensors | None:
-        """The results, if they are part of a graph here."""
-        return self._received()
 
     @property
     def arguments(self) -> list[SentArguments]:
         """Arguments that this peer sent, without those of the segments that this segment builds on."""
         return [sent for reference in self._arguments if (sent := reference()) is not None]
-
-
-@dataclass(slots=True)
-class RemoteSuspendedBackward:
-    """A backward on a worker that is suspended until more gradients come."""
-
-    id: AutogradMessageId
-    representative: ReceivedTensors
-    """One of the results that it started with: it says where the backward runs, and in which context."""
-    to_come: set[ReceivedTensors]
-    """The results whose gradients it waits for."""
-    is_open: bool = True
-    """Whether the worker has said that it waits."""
-
-    def give_up(self) -> None:
-        """Tells the worker to cancel it."""
-        request = autograd_pb2.CleanupContextRequest(suspended_backwards=message_protos([self.id]))
-        try:
-            link = self.representative.engine.link_to(self.representative)
-            link.send_request(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=60.0)
-        except GradwireError:
-            pass  # the worker is gone, and the backward with it
 
 
 def join(received: ReceivedTensors, may_be_built_on: bool) -> None:
@@ -163,22 +125,15 @@ def token_of(segment: RemoteGraphSegment) -> torch.Tensor:
     return token
 
 
-def arguments_behind(
-    results: Iterable[ReceivedTensors], later: Container[ReceivedTensors | None] = ()
-) -> list[SentArguments]:
-    """The arguments that may get contributions when `results` get gradients, without those that are reached
-    only through results in `later`."""
-    arguments: dict[SentArguments, None] = {}
-    stack: list[RemoteGraphSegment] = []
-    for received in results:
-        arguments.update(dict.fromkeys(received.depends_on))
-        stack.extend(received.builds_on)
-    seen = set(stack)
+def arguments_behind(received: ReceivedTensors, passed: set[RemoteGraphSegment]) -> list[SentArguments]:
+    """The arguments that may get contributions when results get gradients, without those behind segments that
+    were `passed` before. Adds the segments that it passes."""
+    arguments = list(received.depends_on)
+    stack = list(received.builds_on)
     while stack:
         segment = stack.pop()
-        if segment.received in later:
-            continue
-        arguments.update(dict.fromkeys(segment.arguments))
-        stack.extend(below for below in segment.builds_on if below not in seen)
-        seen.update(segment.builds_on)
-    return list(arguments)
+        if segment not in passed:
+            passed.add(segment)
+            arguments += segment.arguments
+            stack += segment.builds_on
+    return arguments
