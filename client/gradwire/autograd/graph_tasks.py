@@ -183,8 +183,12 @@ class GraphTaskState:
         if received.group is not None and not self.create_graph:
             self._gatherings.of(received, received.group, self).add(received, gradients)
         elif gradients is not None:
-            to_send = GradientsToSend(received, [(received, gradients)])
-            self.send(to_send, arguments_behind(received, set()))
+            self.send_alone(received, gradients)
+
+    def send_alone(self, received: ReceivedTensors, gradients: Gradients) -> None:
+        """Sends the gradients of one message, for a run of their own."""
+        to_send = GradientsToSend(received, [(received, gradients)])
+        self.send(to_send, arguments_behind(received, set()))
 
     def send(self, to_send: GradientsToSend, awaiting: Sequence[SentArguments] = ()) -> Propagation:
         """Sends gradients in one request, without waiting. The response may bring contributions to arguments

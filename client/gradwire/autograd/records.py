@@ -88,7 +88,8 @@ class SentArguments:
 
     def collect(self, task: int) -> Gradients:
         """Waits for all responses that may bring gradients for a graph task, and takes the sum."""
-        for awaited in self.awaited_in(task):
+        # Not a copy: before it waits, a gathering may send gradients that bring more to wait for.
+        for awaited in self._awaiting.get(task, ()):
             awaited.wait()
         return self.forget(task)
 

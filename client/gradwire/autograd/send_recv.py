@@ -119,7 +119,7 @@ def receive(
     if decoder.is_shared:
         share_history(decoder.tensors, slots)
     tokens = [sent.token for sent in received.depends_on]
-    tokens += [remote_segments.token_of(segment) for segment in received.builds_on]
+    tokens += [segment.token for segment in received.builds_on]
     # The call was made with gradients on, even if its result is fetched with gradients off.
     with torch.enable_grad():
         attached = apply(RecvRpc, received, [decoder.tensors[slot] for slot in slots], *tokens, ANCHOR)

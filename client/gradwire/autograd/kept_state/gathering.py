@@ -12,7 +12,7 @@ gradients that were not sent yet, so no two peers can wait for one another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gradwire.autograd.gradients import Gradients
@@ -41,11 +41,11 @@ class Gatherings:
         return iter(self._all)
 
     def of(self, received: ReceivedTensors, group: ResultGroup, task: GraphTaskState) -> Gathering:
-        """The gathering that takes the gradients of a result."""
+        """The gathering that takes the gradients of a result: the same one even if its group has become part
+        of another, since a suspended backward may wait for them."""
         gathering = self._by_result.get(received)
         if gathering is None:
-            # A second gathering of a group, if results joined it since the first was made.
-            awaited = [r for r in group.members if r not in self._by_result and _will_run(r)]
+            awaited = {r for r in group.results if r not in self._by_result and _will_run(r)}
             gathering = Gathering(task, received, awaited)
             self._all.append(gathering)
             self._by_result.update(dict.fromkeys([*awaited, received], gathering))
@@ -60,23 +60,21 @@ class Gathering:
     """The gradients of one graph task for the results of one group."""
 
     def __init__(
-        self, task: GraphTaskState, representative: ReceivedTensors, awaited: Iterable[ReceivedTensors]
+        self, task: GraphTaskState, representative: ReceivedTensors, awaited: set[ReceivedTensors]
     ) -> None:
         self._task = weakref.proxy(task)
         self._representative = representative
-        self._awaited = set(awaited)
+        self._awaited = awaited
         """Results whose recv nodes have not run yet."""
         self._gathered: list[ResultGradients] = []
         self._passed: set[RemoteGraphSegment] = set()
         """What lies behind the results whose gradients were gathered."""
-        self._requests: list[Propagation] = []
-        """Those whose responses were not waited for."""
-        self._suspended: AutogradMessageId | None = None
-        """The worker's suspended backward."""
         self._last: Propagation | None = None
-        """The last request to it."""
+        """The last request."""
         self._lowest = 0
-        """The number of the earliest result in that request: it waits for gradients of results before."""
+        """The number of the earliest result in it."""
+        self._suspended: AutogradMessageId | None = None
+        """The worker's suspended backward: it waits for gradients of results before that one."""
 
     def add(self, received: ReceivedTensors, gradients: Gradients | None) -> None:
         """The recv node of a result ran; None if it got no gradients."""
@@ -91,18 +89,15 @@ class Gathering:
             self.flush(may_wait=False)
 
     def flush(self, *, may_wait: bool) -> None:
-        """Sends what was gathered."""
-        if not self._gathered:
+        """Sends what was gathered, when the request before has its response: one could overtake another."""
+        if not self._gathered or not (may_wait or self._has_response):
             return
-        if self._suspended is not None:
-            # The requests to a suspended backward go one after the other, or they could overtake one another.
-            if not (may_wait or self._has_responses):
-                return
-            self._wait_for_responses()
+        self._wait_for_response()
         gathered, self._gathered = self._gathered, []
         if self._suspended is not None:
-            late = [item for item in gathered if item[0].source.number >= self._lowest]
-            self._requests += [self._task.send(GradientsToSend(item[0], [item])) for item in late]
+            for item in gathered:
+                if item[0].source.number >= self._lowest:
+                    self._task.send_alone(*item)
             gathered = [item for item in gathered if item[0].source.number < self._lowest]
         if gathered:
             self._send(gathered)
@@ -119,28 +114,26 @@ class Gathering:
             self._suspended = self._representative.engine.new_id() if to_come else None
         to_send = GradientsToSend(self._representative, items, self._suspended, to_come)
         self._last = self._task.send(to_send)
-        self._requests.append(self._last)
 
     @property
-    def _has_responses(self) -> bool:
-        return all(request.is_settled for request in self._requests)
+    def _has_response(self) -> bool:
+        return self._last is None or self._last.is_settled
 
     @property
     def is_settled(self) -> bool:
         """Whether waiting takes no time."""
-        return not self._gathered and self._has_responses
+        return not self._gathered and self._has_response
 
     def wait(self) -> None:
         """Returns when the contributions of all that was gathered are with the sent arguments."""
         self.flush(may_wait=True)
-        self._wait_for_responses()
+        self._wait_for_response()
 
-    def _wait_for_responses(self) -> None:
-        requests, self._requests = self._requests, []
-        for request in requests:
-            request.wait()
-        if self._last is not None and not self._last.left_suspended:
-            self._suspended = None  # the worker went through to the end
+    def _wait_for_response(self) -> None:
+        if self._last is not None:
+            self._last.wait()
+            if not self._last.left_suspended:
+                self._suspended = None  # the worker went through to the end
 
     def finish(self) -> None:
         """At the end of the graph task: nothing more comes."""

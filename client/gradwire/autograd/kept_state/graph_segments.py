@@ -1,7 +1,7 @@
 """What the graph on this peer depends on, found without walking any of its nodes twice.
 
 A walk goes from tensors that are about to be sent back to where the graph is known already. The nodes that it
-finds first are a `GraphSegment`. GraphA segment has another below it if one of its nodes leads to a node of
+finds first are a `GraphSegment`. A segment has another below it if one of its nodes leads to a node of
 the other. So the messages that a tensor depends on can be read from the segments. Segments of one walk may
 form a circle. Nodes never change what they lead to, so a segment stays correct.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,72 +23,48 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 __all__ = ["GraphSegments", "SegmentHandle"]
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SegmentHandle:
     """Results as the name of the part of the graph that they lead into, for results that are sent later.
 
     Every segment of that part refers to the handle. When the last segment goes, the receiver of the results
-    is told to forget the handle.
+    is told to forget the handle. (So the handle is no segment itself: it would keep itself alive.)
     """
 
-    def __init__(self, id: AutogradMessageId, context: ContextId, peer: int) -> None:
-        self.id = id
-        self.context = context
-        self.peer = peer
-        self.is_usable = False
-        """Whether the receiver itself sent every message that the results depend on, so that it can
-        follow."""
-        self.is_known = False
-        """Whether the receiver has said that it received the results."""
+    id: AutogradMessageId
+    context: ContextId
+    peer: int
+    is_usable: bool = False
+    """Whether the receiver itself sent every message that the results depend on, so that it can follow."""
+    is_known: bool = False
+    """Whether the receiver has said that it received the results."""
 
 
 class GraphSegment:
     """The nodes that a walk found first. It lives as long as one of them does."""
 
-    __slots__ = ("_received", "below", "handle")
+    __slots__ = ("below", "handle", "references")
 
     def __init__(self) -> None:
         # Weakly: the graph may lose a recv node, and then its message is to be released.
-        self._received: list[weakref.ref[ReceivedTensors]] = []
+        self.references: list[weakref.ref[ReceivedTensors]] = []
+        """To received tensors in it that depend on messages of other peers."""
         self.below: dict[GraphSegment, None] = {}
         self.handle: SegmentHandle | None = None
         """Of the first results that lead here, if results do."""
 
-    def add(self, received: ReceivedTensors | None) -> None:
-        """Adds the received tensors of a recv node; None for any other node."""
-        if received is not None and (received.are_arguments or received.foreign):
-            self._received.append(weakref.ref(received))
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether it depended on messages of other peers when it was found."""
-        return bool(self._received)
-
     @property
     def received(self) -> Iterator[ReceivedTensors]:
-        """The received tensors in it that depend on messages of other peers."""
-        return (received for reference in self._received if (received := reference()) is not None)
+        """Those that still exist."""
+        return (received for reference in self.references if (received := reference()) is not None)
 
-    def first_informative(self) -> GraphSegment:
-        """The first segment from here down that has messages, a handle, or more than one segment below.
-
-        Without this, a chain of T calls would be T segments long.
-        """
-        segment, passed = self, {self}
-        while not segment.has_messages and segment.handle is None and len(segment.below) == 1:
-            (below,) = segment.below
-            if below in passed:
-                break  # a circle, which leads to nothing else
-            passed.add(below)
-            segment = below
-        return segment
-
-
-class Dependencies(NamedTuple):
-    """What tensors depend on that are about to be sent."""
-
-    messages: Sequence[AutogradMessageId]
-    builds_on: Sequence[AutogradMessageId] = ()
-    """Handles that stand for more of it."""
+    @property
+    def stand_in(self) -> GraphSegment:
+        """The segment below, if there is nothing else to it. Without this, a chain of T calls would be T
+        segments long."""
+        if self.references or self.handle is not None or len(self.below) != 1:
+            return self
+        return next(iter(self.below))
 
 
 class GraphSegments:
@@ -102,63 +79,43 @@ class GraphSegments:
     def reached_by(self, tensors: Sequence[torch.Tensor], peer: int) -> list[AutogradMessageId]:
         """The messages of other peers that `tensors` depend on. They are about to be sent to `peer`."""
         with self._lock:
-            return self._messages(self._walk(tensors), peer)
+            return self._messages(_all_from(self._walk(tensors)), peer)
 
     def dependencies_of_results(
         self, tensors: Sequence[torch.Tensor], handle: SegmentHandle, own_call: AutogradMessageId | None
-    ) -> Dependencies:
-        """What results depend on. `handle` becomes the name of the part of the graph that they lead into.
+    ) -> tuple[list[AutogradMessageId], list[AutogradMessageId]]:
+        """The messages that results depend on, and earlier handles that stand for more of it. `handle`
+        becomes the name of the part of the graph that they lead into.
 
-        Where the peer knows an earlier handle, that handle is named instead of the messages behind it.
-        Results that share nothing with others get no handle, since most functions keep nothing; if later
-        results lead there after all, the messages are named one by one.
+        Where the peer knows all earlier handles, the messages behind those are not named. Results that share
+        nothing with others get no handle, since most functions keep nothing; if later results lead there
+        after all, the messages are named one by one.
         """
         with self._lock:
             segment = self._walk(tensors)
+            named: Iterable[GraphSegment] = _all_from(segment)
+            earlier: list[SegmentHandle] = []
             if segment.below or any(received.source != own_call for received in segment.received):
-                found, below = self._claim(segment, handle)
-                received = [record for part in found for record in part.received]
-                handle.is_usable = self._is_usable(handle, received, below)
-                if handle.is_usable and all(other.is_known for other in below):
-                    own = dict.fromkeys(record.source for record in received if record.are_arguments)
-                    return Dependencies(list(own), [other.id for other in below])
-                if handle.is_usable:
-                    return Dependencies(self._messages(segment, handle.peer), [other.id for other in below])
-            return Dependencies(self._messages(segment, handle.peer))
+                claimed, earlier = _claim(segment, handle)
+                handle.is_usable = self._is_usable(handle, claimed, earlier)
+                if not handle.is_usable:
+                    earlier = []
+                elif all(other.is_known for other in earlier):
+                    named = claimed
+            return self._messages(named, handle.peer), [other.id for other in earlier]
 
     def _is_usable(
-        self, handle: SegmentHandle, received: Sequence[ReceivedTensors], below: Sequence[SegmentHandle]
+        self, handle: SegmentHandle, claimed: Iterable[GraphSegment], earlier: Iterable[SegmentHandle]
     ) -> bool:
         # A handle stands for messages of one context: gradients that are gathered for one context must not
         # wait for those of another.
+        place = handle.peer, handle.context
+        received = (received for segment in claimed for received in segment.received)
         return (
             handle.peer != self._peer
-            and all(one.is_known_to(handle.peer) and one.context == handle.context for one in received)
-            and all(
-                other.is_usable and other.peer == handle.peer and other.context == handle.context
-                for other in below
-            )
+            and all(one.are_arguments and (one.source.peer, one.context) == place for one in received)
+            and all(other.is_usable and (other.peer, other.context) == place for other in earlier)
         )
-
-    def _claim(
-        self, segment: GraphSegment, handle: SegmentHandle
-    ) -> tuple[list[GraphSegment], list[SegmentHandle]]:
-        """Gives the handle to segments that have none yet, from a segment down.
-
-        Returns the segments that got this handle, and the earlier handles met on the way.
-        """
-        found: list[GraphSegment] = []
-        earlier: dict[SegmentHandle, None] = {}
-        stack = [segment]
-        while stack:
-            reached = stack.pop()
-            if reached.handle is None:
-                reached.handle = handle
-                found.append(reached)
-                stack.extend(reached.below)
-            elif reached.handle is not handle:
-                earlier[reached.handle] = None
-        return found, list(earlier)
 
     def _walk(self, tensors: Sequence[torch.Tensor]) -> GraphSegment:
         found = [GraphSegment()]
@@ -176,7 +133,9 @@ class GraphSegments:
                     following = [further for further, _ in node.next_functions if further is not None]
                     if not is_token_node(node):
                         metadata[self._key] = segment
-                        segment.add(metadata.get("gradwire.received"))
+                        received: ReceivedTensors | None = metadata.get("gradwire.received")
+                        if received is not None and received.is_live:
+                            segment.references.append(weakref.ref(received))
                         stack += following
                         continue
                     # A token node starts a segment of its own: another result may depend on that token alone.
@@ -185,22 +144,47 @@ class GraphSegments:
                     todo.append((known, following))
                 if known is not segment:
                     segment.below[known] = None
-        for segment in found:
-            segment.below = dict.fromkeys(below.first_informative() for below in segment.below)
+        for segment in reversed(found):
+            segment.below = dict.fromkeys(below.stand_in for below in segment.below)
         return found[0]
 
-    def _messages(self, segment: GraphSegment, peer: int) -> list[AutogradMessageId]:
+    def _messages(self, segments: Iterable[GraphSegment], peer: int) -> list[AutogradMessageId]:
+        """The messages in segments, as far as `peer` cannot find them by itself."""
         reached: dict[AutogradMessageId, None] = {}
-        stack, seen = [segment], {segment}
-        while stack:
-            segment = stack.pop()
-            for received in segment.received:
-                if received.are_arguments:
-                    reached[received.source] = None
-                if not received.is_known_to(peer):
-                    reached.update(dict.fromkeys(received.foreign))
-            stack.extend(below for below in segment.below if below not in seen)
-            seen.update(segment.below)
+        for received in (received for segment in segments for received in segment.received):
+            if received.are_arguments:
+                reached[received.source] = None
+            if not received.is_known_to(peer):
+                reached.update(dict.fromkeys(received.foreign))
         # Own messages are left out, because the walk went through their send nodes. They are kept if the peer
         # calls itself.
         return [id for id in reached if id.peer != self._peer or peer == self._peer]
+
+
+def _all_from(segment: GraphSegment) -> Iterator[GraphSegment]:
+    """A segment, and all that are reached from it."""
+    stack, seen = [segment], {segment}
+    while stack:
+        segment = stack.pop()
+        yield segment
+        stack.extend(below for below in segment.below if below not in seen)
+        seen.update(segment.below)
+
+
+def _claim(segment: GraphSegment, handle: SegmentHandle) -> tuple[list[GraphSegment], list[SegmentHandle]]:
+    """Gives the handle to segments that have none yet, from a segment down.
+
+    Returns the segments that got this handle, and the earlier handles met on the way.
+    """
+    claimed: list[GraphSegment] = []
+    earlier: dict[SegmentHandle, None] = {}
+    stack = [segment]
+    while stack:
+        reached = stack.pop()
+        if reached.handle is None:
+            reached.handle = handle
+            claimed.append(reached)
+            stack.extend(reached.below)
+        elif reached.handle is not handle:
+            earlier[reached.handle] = None
+    return claimed, list(earlier)

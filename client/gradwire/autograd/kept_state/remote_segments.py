@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,14 +14,7 @@ import torch
 from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 
-__all__ = [
-    "RemoteGraphSegment",
-    "ResultGroup",
-    "SegmentToken",
-    "arguments_behind",
-    "join",
-    "token_of",
-]
+__all__ = ["RemoteGraphSegment", "ResultGroup", "SegmentToken", "arguments_behind", "join"]
 
 _lock = threading.Lock()
 
@@ -29,34 +23,15 @@ class ResultGroup:
     """Results that have parts of a worker's graph in common: their gradients had better go together."""
 
     def __init__(self) -> None:
-        self._members: weakref.WeakSet[ReceivedTensors] = weakref.WeakSet()
-        self._merged_into: ResultGroup | None = None
+        self.members: weakref.WeakSet[ReceivedTensors | SentArguments | RemoteGraphSegment] = (
+            weakref.WeakSet()
+        )
+        """The results, and what lies behind them."""
 
     @property
-    def root(self) -> ResultGroup:
-        """The group that this group has become part of."""
-        group = self
-        while group._merged_into is not None:
-            group = group._merged_into
-        return group
-
-    @property
-    def members(self) -> list[ReceivedTensors]:
+    def results(self) -> list[ReceivedTensors]:
         with _lock:
-            return list(self.root._members)
-
-    @staticmethod
-    def merge(received: ReceivedTensors, groups: Sequence[ResultGroup]) -> ResultGroup:
-        """Joins groups to one, and adds results to it."""
-        with _lock:
-            roots = {group.root for group in groups} or {ResultGroup()}
-            largest = max(roots, key=lambda group: len(group._members))
-            for small in roots - {largest}:
-                largest._members |= small._members
-                small._members.clear()
-                small._merged_into = largest
-            largest._members.add(received)
-            return largest
+            return [member for member in self.members if isinstance(member, ReceivedTensors)]
 
 
 class RemoteGraphSegment:
@@ -65,13 +40,12 @@ class RemoteGraphSegment:
     Kept until the worker says that nothing there leads into that part any more.
     """
 
-    def __init__(self, received: ReceivedTensors, group: ResultGroup) -> None:
+    def __init__(self, received: ReceivedTensors) -> None:
         self.source = received.source
         self.peer = received.source.peer
         self.context = received.context
-        self.group = group
+        self.group: ResultGroup | None = None
         self.builds_on: Sequence[RemoteGraphSegment] = received.builds_on
-        self.token: torch.Tensor | None = None
         # Weakly: the worker says of each message by itself when nothing there refers to it any more.
         self._arguments = [weakref.ref(sent) for sent in received.depends_on]
 
@@ -79,6 +53,15 @@ class RemoteGraphSegment:
     def arguments(self) -> list[SentArguments]:
         """Arguments that this peer sent, without those of the segments that this segment builds on."""
         return [sent for reference in self._arguments if (sent := reference()) is not None]
+
+    @cached_property
+    def token(self) -> torch.Tensor:
+        """One token for all that it depends on. Without it each result would need a token for every send
+        node."""
+        tokens = [*(sent.token for sent in self.arguments), *(below.token for below in self.builds_on)]
+        with torch.enable_grad():
+            token: torch.Tensor = apply(SegmentToken, *tokens, ANCHOR)
+        return token
 
 
 def join(received: ReceivedTensors, may_be_built_on: bool) -> None:
@@ -89,11 +72,16 @@ def join(received: ReceivedTensors, may_be_built_on: bool) -> None:
     behind: list[SentArguments | RemoteGraphSegment] = [*received.depends_on, *received.builds_on]
     if any(b.peer != received.source.peer or b.context != received.context for b in behind):
         return
-    group = received.group = ResultGroup.merge(received, [b.group for b in behind if b.group is not None])
-    for sent in received.depends_on:
-        sent.group = group
+    segment = RemoteGraphSegment(received)
+    with _lock:
+        groups = {b.group for b in behind if b.group is not None}
+        largest = max(groups, key=lambda group: len(group.members), default=ResultGroup())
+        others = [member for group in groups - {largest} for member in group.members]
+        for member in (received, segment, *received.depends_on, *others):
+            member.group = largest
+            largest.members.add(member)
     if may_be_built_on:
-        received.engine.container.keep_remote_segment(RemoteGraphSegment(received, group))
+        received.engine.container.keep_remote_segment(segment)
         if received.link is not None:
             received.engine.releases.to(received.link).append_learned(received.source)
 
@@ -111,18 +99,6 @@ class SegmentToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *token_gradient: Any) -> Any:
         return *[token_gradient[0]] * ctx.tokens, None
-
-
-def token_of(segment: RemoteGraphSegment) -> torch.Tensor:
-    """One token for all that a segment depends on. Without it each result would need a token for every send
-    node."""
-    if segment.token is None:
-        tokens = [sent.token for sent in segment.arguments]
-        tokens += [token_of(below) for below in segment.builds_on]
-        with torch.enable_grad():
-            segment.token = apply(SegmentToken, *tokens, ANCHOR)
-    token: torch.Tensor = segment.token
-    return token
 
 
 def arguments_behind(received: ReceivedTensors, passed: set[RemoteGraphSegment]) -> list[SentArguments]:

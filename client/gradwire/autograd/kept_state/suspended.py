@@ -83,7 +83,8 @@ class Barrier(torch.autograd.Function):
 def _running() -> SuspendedBackward:
     """The suspended backward whose nodes run now."""
     run = current_run()
-    assert run is not None and run.suspended is not None
+    assert run is not None
+    assert run.suspended is not None
     return run.suspended
 
 
