@@ -218,7 +218,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_size(tensor: torch.Tensor) -> None:
-    if dense(tensor.detach()).abs().max() > LARGEST:
+    if (dense(tensor.detach()).abs() > LARGEST).any():
         raise _Ended("the numbers are too large to be exact")
 
 

@@ -31,7 +31,6 @@ class OutboundCall:
         "deadline",
         "future",
         "method",
-        "refusals",
         "refused_since",
         "timeout",
         "timer",
@@ -52,9 +51,8 @@ class OutboundCall:
         self.timeout = timeout
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.timer: Timer | None = None
-        self.refusals = 0
-        """How often the other peer refused the request because it was too busy."""
         self.refused_since = 0.0
+        """When the other peer first refused the request because it was too busy; 0 if it did not."""
 
     @property
     def is_large(self) -> bool:

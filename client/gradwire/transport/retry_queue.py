@@ -15,13 +15,16 @@ from gradwire.transport.calls import OutboundCall
 
 __all__ = ["RetryQueue"]
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 5.0
+_LONGEST_PAUSE = 5.0
 _PATIENCE_SECONDS = 120.0
 """How long a request without a deadline is sent again and again."""
 
 
 class RetryQueue:
-    """Sends refused requests again after growing, random pauses, until their deadline or a limit.
+    """Sends refused requests again after random pauses, until their deadline or a limit.
+
+    The pauses are about as long as the refusing peer says, and do not grow from one refusal to the next: that
+    peer holds room for the request when it expects it, so whoever comes much later would find the room taken.
 
     Only requests that the other peer refused before anything of them ran: sending them
     again cannot make them run twice.
@@ -37,15 +40,13 @@ class RetryQueue:
         final, and is the response."""
         if not error.not_started or error.retry_after_seconds <= 0:
             return False
-        pause = min(max(error.retry_after_seconds, _SHORTEST_PAUSE * 2**call.refusals), _LONGEST_PAUSE)
         # Jitter: requests that were refused together must not be sent again together.
-        pause *= between(0.5, 1.5)
-        if call.refusals == 0:
-            call.refused_since = time.monotonic()
+        pause = min(error.retry_after_seconds, _LONGEST_PAUSE) * between(0.5, 1.5)
+        now = time.monotonic()
+        call.refused_since = call.refused_since or now
         give_up_at = call.refused_since + _PATIENCE_SECONDS if call.deadline is None else call.deadline
-        if time.monotonic() + pause >= give_up_at:
+        if now + pause >= give_up_at:
             return False
-        call.refusals += 1
         with self._lock:
             call.future.abandon = partial(self._give_up, call)
             self._retries[call] = call_later(pause, partial(self._retry, call))

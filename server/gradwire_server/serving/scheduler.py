@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -23,7 +24,9 @@ Task = Callable[[], None]
 
 
 _LATENESS_SECONDS = 2.0
-"""A refused client that retries this much later than its retry hint said has lost its place."""
+"""No room is held for a refused client that is this much later than its retry hint said."""
+_MOST_LATENESS_SECONDS = 60.0
+"""A refused client that is this late has lost its place."""
 _SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.005, 5.0
 
 
@@ -72,7 +75,8 @@ class CallScheduler:
         """The waiting tasks of each client that has any. The first client is served next, and then goes to
         the end."""
         self._places: OrderedDict[int, float] = OrderedDict()
-        """For each client that was refused: until when it may come before clients that were refused later."""
+        """For each client that was refused, in the order of the first refusals: until when room is held for
+        it. A client that is late keeps its place, but others need not wait for it."""
         self._seconds_per_task = 0.01
         """A moving average."""
         self._last_start = 0.0
@@ -154,7 +158,7 @@ class CallScheduler:
         if not has_slot and own >= self._limits.queued_per_client:
             raise self._refusal(f"{own} calls of this client wait already", own)
         ahead = self._places_ahead(client)
-        # Any of the refused clients may take a free slot, since the first of them may be late.
+        # Any of the refused clients may take a free slot, since the first of them may retry much later.
         may_run = has_slot and (client in self._places or not ahead)
         if not may_run and self._limits.queued - self._queued <= ahead:
             refusal = self._refusal(f"{self._queued} calls wait already", ahead + 1)
@@ -163,11 +167,12 @@ class CallScheduler:
         self._places.pop(client, None)
 
     def _places_ahead(self, client: int) -> int:
-        """How many clients were refused before this client, and may still retry."""
+        """For how many clients that were refused before this client room is held."""
         now = time.monotonic()
-        for late in [other for other, until in self._places.items() if until < now]:
-            del self._places[late]
-        return next((index for index, other in enumerate(self._places) if other == client), len(self._places))
+        for gone in [other for other, until in self._places.items() if until < now - _MOST_LATENESS_SECONDS]:
+            del self._places[gone]
+        before = itertools.takewhile(lambda place: place[0] != client, self._places.items())
+        return sum(until >= now for _, until in before)
 
     def _refusal(self, reason: str, calls_ahead: int) -> ResourceExhausted:
         error = ResourceExhausted(f"the worker is busy: {reason}")
