@@ -63,4 +63,14 @@ FOUND: dict[str, Program] = {
         Call(1, "a", "penalty", Operand(0), X, "p", "a", context=1, mode="remote"),
         Backward(2, "plain", (Operand(1),), (), retain_graph=True),
     ),
+    "a ref has its graph for a backward after each fetch": (
+        Call(0, "b", "keep_received", X, X, "q", "c", mode="remote"),
+        Backward(1, "plain", (Operand(0),), (), retain_graph=False),
+        Backward(2, "plain", (Operand(0),), (), retain_graph=False),
+    ),
+    "a gradient that was recorded in the context of a fetch": (
+        Call(0, "c", "in_place", X, X, "p", "c", mode="remote"),
+        Backward(1, "grad", (Operand(0),), (X,), retain_graph=True, create_graph=True, context=1),
+        Backward(2, "plain", (Operand(1),), (), retain_graph=True),
+    ),
 }

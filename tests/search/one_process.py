@@ -46,7 +46,6 @@ class OneProcess(World):
 
     def call(self, call: Call, arguments: Arguments) -> Any:
         self._label = call.context
-        self._labels.add(call.context)
         if call.function == "cell":
             cell = self._cells.setdefault(call.worker, Cell(call.worker))
             return self.received(cell(*self.passed(arguments, call.worker)))
@@ -87,6 +86,7 @@ class OneProcess(World):
         self, tensor: torch.Tensor, copies: dict[int, torch.Tensor], *, is_result: bool
     ) -> torch.Tensor:
         """One that comes twice is copied once."""
+        self._labels.add(self._label)
         if id(tensor) not in copies:
             copies[id(tensor)] = _Crossing.apply(tensor, self._label, is_result)  # type: ignore[no-untyped-call]
         return copies[id(tensor)]

@@ -115,7 +115,7 @@ class World(ABC):
         self._keep(id, tuple(zeros if gradient is None else _laid_out(gradient) for gradient in gradients))
 
     def _locally(self, step: Local) -> torch.Tensor:
-        left, right = single(self._operand(step.left)), single(self._operand(step.right))
+        left, right = single(self.operand(step.left)), single(self.operand(step.right))
         return OPERATIONS[step.operation](left, right)
 
     def _call(self, call: Call) -> Any:
@@ -129,7 +129,7 @@ class World(ABC):
             result = self.call(call, arguments)
             return tuple(tensor.detach() for tensor in _tensors(result))
 
-    def _operand(self, operand: Operand) -> Any:
+    def operand(self, operand: Operand) -> Any:
         """A tensor or a ref."""
         found = self.values.get(operand.step)
         if found is None:
@@ -137,7 +137,7 @@ class World(ABC):
         return found[operand.output % len(found)]
 
     def _arguments(self, call: Call) -> Arguments:
-        left, right = self._operand(call.left), self._operand(call.right)
+        left, right = self.operand(call.left), self.operand(call.right)
         if call.function == "embed":
             # The gradient that comes back for it is sparse.
             return with_dense_gradient(dense(single(left))), right
@@ -156,7 +156,7 @@ class World(ABC):
         is of no consequence."""
         anchor = (self.leaves[0] * 0).sum()
         factors = integers(backward.id, len(backward.roots), *SHAPE)
-        values = [dense(single(self._operand(root))) for root in backward.roots]
+        values = [dense(single(self.operand(root))) for root in backward.roots]
         if not backward.direct:
             pairs = zip(values, factors, strict=True)
             losses = [(value.expand(SHAPE) * factor).sum() + anchor for value, factor in pairs]
@@ -167,7 +167,7 @@ class World(ABC):
 
     def wanted(self, backward: Backward) -> list[torch.Tensor]:
         """What gradients are asked for: a tensor may be there twice. Values that stay elsewhere are not."""
-        wanted = [self._operand(operand) for operand in backward.wanted]
+        wanted = [self.operand(operand) for operand in backward.wanted]
         return [value for value in wanted if isinstance(value, torch.Tensor)]
 
 
