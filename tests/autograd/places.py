@@ -77,6 +77,9 @@ class Place:
     def recall(self, x: torch.Tensor, key: str = "") -> torch.Tensor:
         return x * self.kept[key] if key in self.kept else x * self.bias
 
+    def recall_both(self, x: torch.Tensor, key: str, other: str) -> torch.Tensor:
+        return x * self.kept[key] * self.kept[other]
+
     def forget(self, x: torch.Tensor, key: str = "") -> torch.Tensor:
         """The state without the argument: what the result reaches came with an earlier call."""
         del x

@@ -24,6 +24,7 @@ import gradwire as gw
 import gradwire_server as gws
 from gradwire.autograd.kept_state import suspended
 from gradwire.autograd.kept_state.gathering import Gathering
+from gradwire.autograd.kept_state.remote_segments import ResultGroup
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.runtime.scope import current_scope, entered
 
@@ -224,6 +225,37 @@ def test_a_result_without_gradient_may_come_before_a_later_one_with(trio: Both, 
     for backward in BACKWARDS:
         trio.reset()
         trio.check(compute, leaf(), backward=backward)
+
+
+@pytest.mark.parametrize("backward", ["plain", "context", "grad"])
+@pytest.mark.parametrize("step", range(STEPS))
+def test_groups_that_become_one_during_a_backward(step: int, backward: str, trio: Both, leaf: Leaf) -> None:
+    """Code that runs in backward makes a call that reaches two states which had nothing in common. Gradients
+    of both go on into the gatherings, and the suspended backwards, that they began with."""
+
+    def compute(call: Call, x: torch.Tensor) -> torch.Tensor:
+        chains: dict[str, list[torch.Tensor]] = {"one": [x * 2], "two": [x * 3]}
+        for _, (key, outs) in itertools.product(range(STEPS), chains.items()):
+            outs.append(call("a", "recur", torch.sin(outs[-1]), key))
+        one, two = (outs[1:] for outs in chains.values())
+
+        def join(_: torch.Tensor) -> None:
+            before = {_group_of(outs[-1]) for outs in (one, two)}
+            with torch.enable_grad():
+                joined = call("a", "recall_both", x, "one", "two")
+            groups.append((len(before), len({_group_of(outs[-1]) for outs in (one, two, [joined])})))
+
+        one[step].register_hook(join)  # type: ignore[no-untyped-call]
+        return torch.stack([*one, *two]).prod(0).sum()
+
+    groups: list[tuple[int, int]] = []
+    trio.check(compute, leaf(), backward=backward)
+    assert (2, 1) in groups
+
+
+def _group_of(result: torch.Tensor) -> ResultGroup | None:
+    received = getattr(result.grad_fn, "metadata", {}).get("gradwire.received")
+    return None if received is None else received.group
 
 
 @pytest.mark.parametrize("route", ["aaa", "aab", "aba", "bab", "abb"])
