@@ -168,6 +168,15 @@ def test_inference_mode_travels(trio: Both, size: int) -> None:
     assert_close(out.clone(), trio.places["a"].affine(x).detach(), "result")
 
 
+def test_inference_mode_travels_where_gradients_are_enabled_in_it(trio: Both, leaf: Leaf) -> None:
+    """torch then reports both: gradients on, and inference mode on."""
+    x = leaf()
+    with torch.inference_mode(), torch.enable_grad():
+        expected = trio.places["a"].affine(x)
+        out = trio.a.affine(x)
+    assert (out.is_inference(), out.requires_grad) == (expected.is_inference(), expected.requires_grad)
+
+
 def test_detach_cuts_the_graph(trio: Both, leaf: Leaf) -> None:
     x = leaf()
     out = trio.a.affine(x).detach()

@@ -616,6 +616,9 @@ class TestLostAnswers:
             trained.opt.step()
         assert caught.value.made == (a.worker.address,)
         assert caught.value.failed == (b.worker.address,)
+        (failed,) = (one for one in b.worker._objects.optimizers if one._half_made)
+        with pytest.raises(gw.StepRefused, match="in the middle of this step"):
+            failed.commit(failed._half_made)  # a second commit does not say that the step was made
 
     def test_what_failed_before_the_step_is_known_not_to_be_made(
         self, a: Served, monkeypatch: pytest.MonkeyPatch

@@ -88,10 +88,10 @@ class Context:
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients that this process holds in the context, by leaf tensor.
 
-        In a served function these are the gradients of the worker's own tensors, in the caller's context. The
-        context keeps them until `step` or `zero_grad` drops them, or the context ends. Raises `StepRefused`
-        if a gradient was returned by this method before, its tensor was changed since, and a later backward
-        has added to it: the sum would be of gradients at two different values of the tensor.
+        In a served function these are the gradients of the worker's own tensors, in the context of the
+        request. The context keeps them until `step` or `zero_grad` drops them, or the context ends. Raises
+        `StepRefused` if a gradient was returned by this method before, its tensor was changed since, and a
+        later backward has added to it: the sum would be of gradients at two different values of the tensor.
         """
         state = self._peer.engine.container.find(self._id)
         return {} if state is None else state.hand_out()
@@ -192,7 +192,7 @@ def is_explicit(id: ContextId) -> bool:
 def current_context() -> Context:
     """The context that calls are made in.
 
-    In a served function that is the caller's context, else the context of the innermost ``with`` block, else
-    the ambient context of this process.
+    That of the innermost ``with`` block. Without one, in a served function, the context of the request, which
+    in a chain of workers is that of the process at its start. Else the ambient context of this process.
     """
     return Context(current_peer(), current_context_id(), is_own=False)

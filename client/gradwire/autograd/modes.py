@@ -60,8 +60,9 @@ class detecting_anomaly:
 def capture() -> autograd_pb2.Modes | None:
     """The modes of this thread that differ from torch's defaults; None if all are the defaults."""
     no_grad = not torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()  # also within enable_grad, where no_grad is False
     anomaly = anomaly_is_wanted()
-    if not (no_grad or anomaly or is_any_autocast_enabled()):
+    if not (no_grad or inference or anomaly or is_any_autocast_enabled()):  # every field of Modes
         return None
     autocast = [
         autograd_pb2.Autocast(
@@ -74,7 +75,7 @@ def capture() -> autograd_pb2.Modes | None:
     ]
     return autograd_pb2.Modes(
         no_grad=no_grad,
-        inference=torch.is_inference_mode_enabled(),
+        inference=inference,
         autocast=autocast,
         detect_anomaly=anomaly,
     )

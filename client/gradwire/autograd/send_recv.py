@@ -131,7 +131,8 @@ def receive(
 
 
 def on_gradients(received: ReceivedTensors, gradients: Gradients) -> bool:
-    """Sends gradients to the peer that the tensors came from. Returns whether contributions may come back."""
+    """Takes the gradients of tensors that came: into the response, if they are arguments of the requester,
+    else on their way to the peer that sent them. Returns whether contributions may come back."""
     has_gradient = any(gradient is not None for gradient in gradients)
     run = current_run()
     if run is not None and run.responds_with(received):

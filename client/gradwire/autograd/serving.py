@@ -196,7 +196,8 @@ def _backward(
     into = run.collect_into or context
     is_plain = run.collect_into is None and run.pass_id.peer == engine.peer
     if run.collect_leaves and (is_plain or into == engine.ambient):
-        # This peer started the pass, or the context is its own ambient one: gradients belong in `.grad`.
+        # A plain backward() of this peer started the pass, or the context is its own ambient one: gradients
+        # belong in `.grad`.
         backward_into_grad(roots, gradients, run)
     else:
         backward_to_leaves(roots, gradients, run, partial(engine.accumulate, run, into))

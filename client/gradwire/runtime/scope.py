@@ -42,7 +42,7 @@ class Scope:
     """The `LocalPeer` whose function runs; None for the program's own peer. Typed as object, because `peers`
     is a room above this one. `peers.current.current_peer` returns the peer."""
     server_call: ServerCall | None = None
-    """The request that the code serves; None outside served functions."""
+    """The request that the code serves, a call or a backward; None where no request is served."""
     deadline: float | None = None
     """When the time is up, on the clock of time.monotonic; None for no limit."""
     context: ContextId | None = None
@@ -53,10 +53,10 @@ class Scope:
     compression: Compression | None = None
     """The compression of calls that are made; None for that of the handle to the worker."""
     detect_anomaly: bool | None = None
-    """Whether the requester has anomaly detection on; None outside served functions, for torch's own
-    switch."""
+    """Whether the requester has anomaly detection on; None where no request is served, for torch's
+    own switch."""
     waits_for_link: bool = False
-    """Whether requests wait while a connection is cut, whatever `wait_for_ready` its handle has."""
+    """Whether calls wait while a connection is cut, whatever `wait_for_ready` its handle has."""
 
     def for_request(self, context: ContextId | None, detect_anomaly: bool) -> Scope:
         """A copy for what a request names. Written out, because every call makes one, and `replace` is

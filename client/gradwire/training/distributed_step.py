@@ -94,7 +94,8 @@ class DistributedStep:
         """Returns if all workers made the step, else raises StepRefused or StepTorn. `calls` are those that
         make the step, one to each worker.
 
-        Prepared workers fail here only if they die, or their optimizer raises, before their response arrives.
+        A prepared worker fails here if it dies, cannot be reached for `lost_after` seconds, gave the step up
+        with the trainer's lease, is stopped before it is done, or if its optimizer raises.
         """
         if not completed.failed:
             return

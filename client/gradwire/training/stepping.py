@@ -30,7 +30,8 @@ class StepOutcome:
     HALF_MADE: Final = "half made"
     """The optimizer raised in the middle of the step: some parameters may be stepped, and others not."""
     UNKNOWN: Final = "unknown"
-    """The worker cannot be reached, or was restarted since and cannot know."""
+    """The worker cannot be reached, or has lost the optimizer since (a restart, the end of the lease) and
+    cannot know."""
 
 
 class StepSettings(TypedDict):

@@ -118,8 +118,9 @@ class WorkerOptimizer:
         self._aborted_up_to = 0.0
         """The last ticket that was aborted. A prepare with such a ticket came late, and must not keep its
         reservation."""
-        self._committed = 0
-        """The ticket of the last step that was committed."""
+        self._commit_begun = 0
+        """The ticket of the last step whose commit has begun. Whether the step was made is known when its
+        reservation ends."""
         self._half_made = 0
         """The ticket of a step that failed in the middle."""
         self._latest_ticket = 0
@@ -178,9 +179,11 @@ class WorkerOptimizer:
     def commit(self, ticket: int) -> None:
         """Makes the step that was prepared. A second commit of the same step does nothing."""
         with self._lock:
-            if ticket == self._committed:
+            if ticket == self._half_made:
+                raise _refused("error", "the optimizer failed in the middle of this step")
+            if ticket == self._commit_begun:
                 return
-            prepared = self._take_prepared(ticket)
+            prepared = self._begin_commit(ticket)
         self._make_step(prepared)
 
     def abort(self, ticket: float) -> None:
@@ -197,7 +200,7 @@ class WorkerOptimizer:
         """Both phases in one request, for a trainer whose modules are all on this worker."""
         self.prepare(ticket, request)
         with self._lock:
-            prepared = self._take_prepared(ticket)
+            prepared = self._begin_commit(ticket)
         self._make_step(prepared)
 
     def outcome(self, ticket: int) -> str:
@@ -207,14 +210,14 @@ class WorkerOptimizer:
         with self._objects.parameters.reserved(self.modules), self._lock:
             if ticket == self._half_made:
                 return StepOutcome.HALF_MADE
-            if ticket == self._committed:
+            if ticket == self._commit_begun:
                 return StepOutcome.MADE
             is_known = self.knows_all_steps or ticket <= self._latest_ticket
             return StepOutcome.NOT_MADE if is_known else StepOutcome.UNKNOWN
 
     def take_over_steps(self, predecessor: WorkerOptimizer) -> None:
         """Knows the outcome of the steps of a predecessor, which makes none any more."""
-        self._committed, self._half_made = predecessor._committed, predecessor._half_made
+        self._commit_begun, self._half_made = predecessor._commit_begun, predecessor._half_made
         self._latest_ticket = self._aborted_up_to = predecessor._latest_ticket
         self.knows_all_steps = predecessor.knows_all_steps
 
@@ -302,13 +305,13 @@ class WorkerOptimizer:
         if refusal is not None:
             raise _refused("error", refusal)
 
-    def _take_prepared(self, ticket: int) -> _PreparedStep:
+    def _begin_commit(self, ticket: int) -> _PreparedStep:
         """The step that is about to be made. The caller holds the lock."""
         prepared = self._prepared
         if prepared is None or prepared.ticket != ticket:
             raise _refused("lost", "the step to commit was not prepared here, or given up")
         self._prepared = None
-        self._committed = ticket
+        self._commit_begun = ticket
         return prepared
 
     def _named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:

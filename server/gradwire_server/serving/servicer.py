@@ -11,7 +11,7 @@ import torch
 
 from gradwire import __version__, wire
 from gradwire.autograd import ContextId, applied_modes, message_ids, nbytes
-from gradwire.errors import MalformedMessage, Unavailable
+from gradwire.errors import Cancelled, MalformedMessage, Unavailable
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
 from gradwire.runtime.scope import current_scope, entered
@@ -60,13 +60,14 @@ class Servicer:
 
     def cancel_running_calls(self) -> None:
         """Cancels the calls that still run, over links that stay open."""
-        error = Unavailable(f"{self.name} is shutting down, and the call took too long", worker=self.name)
+        # Not Unavailable, which says that the call has not run.
+        error = Cancelled(f"{self.name} is shutting down, and the call took too long", worker=self.name)
         for server_call in list(self._running_calls):
             server_call.fail(faults.describe(error, self.name))
             server_call.cancel()
 
     def _schedule_forward(self, server_call: ServerCall) -> None:
-        """Has a call run on a thread of its own, unless the worker is shutting down."""
+        """Gives a call to the scheduler, unless the worker is shutting down."""
         if self.draining and not self._ends_prepared_step(server_call):
             error = Unavailable(f"{self.name} is shutting down", worker=self.name)
             server_call.fail(faults.describe(error, self.name))
