@@ -16,6 +16,7 @@ from tests.integration.daemons import Daemon
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire_server.objects.exposing import Instance
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,6 +211,15 @@ class Scale(torch.nn.Module):
         return x * self.factor
 
 
+class Shift(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = torch.nn.Parameter(torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offset
+
+
 def test_a_process_that_calls_itself_is_its_own_worker(back: gw.RemoteWorker) -> None:
     """In one graph with calls to another worker, which calls it back."""
     trainer, oracle, x, y = Trainer(), Oracle(), leaf(), leaf()
@@ -226,6 +236,21 @@ def test_a_process_that_calls_itself_is_its_own_worker(back: gw.RemoteWorker) ->
         # Called back, it is this program that computes; called as a worker, the context has the gradients.
         assert trainer.bias.grad is not None
         assert_close(trainer.bias.grad + itself.gradient_in_context(), oracle.bias.grad, "bias")
+
+
+@pytest.mark.parametrize("is_called_back", [True, False], ids=["called back", "calls itself"])
+def test_parameters_that_a_process_changes_between_forward_and_backward_are_named(
+    is_called_back: bool, back: gw.RemoteWorker
+) -> None:
+    """Also where torch does not notice: to add a parameter saves nothing for backward."""
+    shift, x = Shift(), leaf()
+    with gws.Worker(Instance("shift", shift)) as server, gw.connect(server.address) as itself:
+        loss = (back.between(x, "shift") if is_called_back else itself.shift(x)).sum()
+        with torch.no_grad():
+            shift.offset.mul_(2)
+        with pytest.raises(gw.StaleParameters, match="offset") as caught:
+            loss.backward()
+    assert caught.value.parameters == ("offset",)
 
 
 def test_objects_that_are_made_by_calling_back(back: gw.RemoteWorker) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from gradwire.autograd.gradients import elements_of
 from gradwire.autograd.graph import ANCHOR, Root, is_leaf_node, leaf_of, nodes_from
@@ -32,35 +33,27 @@ def backward_to_leaves(
     edges = [*(GradientEdge(node, 0) for node in wanted), RUN_MARKER]
     marked = *roots, RUN_MARKER
     with_marker = *gradients, RUN_MARKER_GRADIENT
-    try:
-        with run.engine.hooks.guard_backward(leaves), running(run):
-            run.check_fresh()
-            if run.requester is not None:
-                # What torch.autograd.grad comes down to for gradients that are known to fit.
-                found = engine_run_backward(
-                    marked,
-                    with_marker,
-                    run.retain_graph,
-                    run.create_graph,
-                    tuple(edges),
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
-            else:
-                found = torch.autograd.grad(
-                    marked,  # type: ignore[arg-type] # tensors and edges mix
-                    edges,
-                    with_marker,
-                    retain_graph=run.retain_graph,
-                    create_graph=run.create_graph,
-                    allow_unused=True,
-                )
-        # Not only before: while the backward waited for other peers, parameters may have been changed.
-        run.check_fresh()
-    except RuntimeError as error:
-        _explain_anomaly(error, roots)
-        run.check_fresh()  # torch notices, too, but does not name the parameters
-        raise
+    with _checked(run, roots, leaves):
+        if run.requester is not None:
+            # What torch.autograd.grad comes down to for gradients that are known to fit.
+            found = engine_run_backward(
+                marked,
+                with_marker,
+                run.retain_graph,
+                run.create_graph,
+                tuple(edges),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        else:
+            found = torch.autograd.grad(
+                marked,  # type: ignore[arg-type] # tensors and edges mix
+                edges,
+                with_marker,
+                retain_graph=run.retain_graph,
+                create_graph=run.create_graph,
+                allow_unused=True,
+            )
     if not run.collect_leaves:
         return
     shared = {_memory(gradient) for gradient in gradients if gradient is not None}
@@ -75,13 +68,28 @@ def backward_into_grad(
 ) -> None:
     """Backpropagates into `.grad`, as a plain backward() does."""
     leaves = [node for node in nodes_from(roots) if is_leaf_node(node)]
-    with run.engine.hooks.guard_backward(leaves), running(run):
+    with _checked(run, roots, leaves):
         torch.autograd.backward(
             (*roots, RUN_MARKER),  # type: ignore[arg-type] # tensors and edges mix
             (*gradients, RUN_MARKER_GRADIENT),
             retain_graph=run.retain_graph,
             create_graph=run.create_graph,
         )
+
+
+@contextmanager
+def _checked(run: BackwardRun, roots: Sequence[Root], leaves: Sequence[Node]) -> Iterator[None]:
+    """Around a backward: the parameters are those of the forward, and errors say all that is known."""
+    try:
+        with run.engine.hooks.guard_backward(leaves), running(run):
+            run.check_fresh()
+            yield
+        # Not only before: while the backward waited for other peers, parameters may have been changed.
+        run.check_fresh()
+    except RuntimeError as error:
+        _explain_anomaly(error, roots)
+        run.check_fresh()  # torch notices, too, but does not name the parameters
+        raise
 
 
 def _unshared(gradient: torch.Tensor, shared: set[int]) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _record_own_results(
     The results lie behind this peer's own call, so they are recorded as sent arguments and named in
     depends_on. A backward then passes them in one graph task, and torch.autograd.grad sees their leaves.
     """
-    as_arguments = SentArguments(sent.id, sent.context, tensors, sent.peer)
+    as_arguments = SentArguments(sent.id, sent.context, tensors, sent.peer, sent.check_fresh)
     reached = engine.graph_segments.reached_by(tensors, sent.peer)
     metadata.depends_on.extend(message_protos([sent.id, *reached]))
     add_send(as_arguments, tensors)

@@ -34,12 +34,19 @@ class SentArguments:
     """Arguments that this peer sent, and the gradients for them that wait for their send node to run."""
 
     def __init__(
-        self, id: AutogradMessageId, context: ContextId, tensors: Sequence[torch.Tensor], peer: int
+        self,
+        id: AutogradMessageId,
+        context: ContextId,
+        tensors: Sequence[torch.Tensor],
+        peer: int,
+        check_fresh: Callable[[], None] | None = None,
     ) -> None:
         self.id = id
         self.context = context
         self.peer = peer
         """The peer that the arguments went to."""
+        self.check_fresh = check_fresh
+        """For results of a call that was served here, see `SentResults`."""
         self.metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
@@ -91,7 +98,10 @@ class SentArguments:
         # Not a copy: before it waits, a gathering may send gradients that bring more to wait for.
         for awaited in self._awaiting.get(task, ()):
             awaited.wait()
-        return self.forget(task)
+        gradients = self.forget(task)
+        if self.check_fresh is not None and any(gradient is not None for gradient in gradients):
+            self.check_fresh()
+        return gradients
 
     def forget(self, task: int) -> Gradients:
         """Takes the sum of the gradients that came for a graph task. The task will not collect again."""
