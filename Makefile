@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist check up down clean
+.PHONY: help install native demo test test-oldest test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -20,41 +20,45 @@ $(INSTALLED): pyproject.toml constraints.txt scripts/install
 	@PYTHON="$(PYTHON)" scripts/install .venv
 	@touch $@
 
-demo: $(INSTALLED) ## train a model split over two workers on this machine, and compare with one process
+native: $(INSTALLED) ## compile the native module in place again, if native/ has changed
+	@scripts/native
+
+demo: native ## train a model split over two workers on this machine, and compare with one process
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 # All of them in several processes, since most of the time is waiting; some of them in one, which starts sooner.
 # A process that crashes is not replaced: pytest-xdist would wait for ever for the tests that it had been given.
-test: $(INSTALLED) ## run the tests; ARGS="-k send -x" is passed on to pytest
+test: native ## run the tests; ARGS="-k send -x" is passed on to pytest
 	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 4 --dist loadscope --max-worker-restart 0 --maxfail 20)
 
 test-oldest: ## run the tests on the oldest torch that pyproject.toml claims, in an environment of its own
 	@PYTHON="$(PYTHON)" scripts/test-oldest $(ARGS)
 
-test-slow: $(INSTALLED) ## run the tests that take minutes: thousands of steps, many kills
+test-slow: native ## run the tests that take minutes: thousands of steps, many kills
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-soak: $(INSTALLED) ## everything at once with faults at random, for SECONDS=120; ARGS="--seed 7"
+soak: native ## everything at once with faults at random, for SECONDS=120; ARGS="--seed 7"
 	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
 
-search: $(INSTALLED) ## random programs beside plain PyTorch, for SECONDS=120; ARGS="--seed 7", ARGS="--only 17"
+search: native ## random programs beside plain PyTorch, for SECONDS=120; ARGS="--seed 7", ARGS="--only 17"
 	@$(BIN)/python -m tests.search --seconds $(SECONDS) $(ARGS)
 
-bench: $(INSTALLED) ## measure gradwire beside TensorPipe on this machine; ARGS="--quick", ARGS="--rows 1,6,7"
+bench: native ## measure gradwire beside TensorPipe on this machine; ARGS="--quick", ARGS="--rows 1,6,7"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-bench-shaped: $(INSTALLED) ## measure steps over a line of 100 Mbit/s with each codec; as root, with real shaping
+bench-shaped: native ## measure steps over a line of 100 Mbit/s with each codec; as root, with real shaping
 	@$(BIN)/python -m benchmarks.shaped $(ARGS)
 
-bench-growth: $(INSTALLED) ## measure how the time of a step grows with what is in it; ARGS="--quick"
+bench-growth: native ## measure how the time of a step grows with what is in it; ARGS="--quick"
 	@$(BIN)/python -m benchmarks.growth $(ARGS)
 
-bench-against: $(INSTALLED) ## measure this version beside another one: REF=HEAD~1; ARGS="--network"
+bench-against: native ## measure this version beside another one: REF=HEAD~1; ARGS="--network"
 	@$(BIN)/python -m benchmarks.against $(or $(REF),HEAD~1) $(ARGS)
 
-lint: $(INSTALLED) ## ruff, formatting, the import contracts between the layers, the configuration of hooks
+lint: $(INSTALLED) ## ruff, formatting, the compiler's warnings, import contracts, the configuration of hooks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@CXXFLAGS=-Werror scripts/native --check
 	@$(BIN)/lint-imports
 	@$(BIN)/pre-commit validate-config
 
@@ -74,7 +78,7 @@ protos: ## generate client/gradwire/proto from protos/
 protos-check: ## fail if the committed generated code is not what protos/ generates
 	@PYTHON="$(PYTHON)" scripts/protos --check
 
-dist: $(INSTALLED) ## build the sdist and the wheel into dist/
+dist: ## build the sdist and the wheel into dist/
 	@$(BIN)/python -m build --outdir dist .
 
 check: lint types protos-check test soak ## everything that CI runs
@@ -86,5 +90,6 @@ down: ## stop and remove those containers
 	$(COMPOSE) down --remove-orphans
 
 clean: ## remove the environments, caches and build results
-	rm -rf .venv .venv-protos dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f client/gradwire/transport/native.abi3.so
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+// The module gradwire.transport.native: what it is made of, and what it was built with.
+
+#include <Python.h>
+
+#include <string>
+#include <string_view>
+
+namespace {
+
+#define TEXT_(macro) #macro
+#define TEXT(macro) TEXT_(macro)
+
+// The compiler and its version, e.g. "g++ 12.2.0".
+std::string compiler() {
+#if defined(__clang__)
+  // Zig has no macro of its own; its clang names where its sources are.
+  constexpr bool zig = std::string_view(__clang_version__).find("ziglang") != std::string_view::npos;
+  return (zig ? "zig/clang " : "clang ") + std::string(TEXT(__clang_major__) "." TEXT(__clang_minor__) "." TEXT(__clang_patchlevel__));
+#else
+  return "g++ " TEXT(__GNUC__) "." TEXT(__GNUC_MINOR__) "." TEXT(__GNUC_PATCHLEVEL__);
+#endif
+}
+
+int execute(PyObject* module) { return PyModule_AddStringConstant(module, "compiler", compiler().c_str()); }
+
+PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, reinterpret_cast<void*>(execute)},
+    {0, nullptr},
+};
+
+// The state of the module, if any, is in C++ globals: subinterpreters and free threading are not supported.
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "native", "What is faster in C++.", 0, nullptr, slots, nullptr, nullptr, nullptr,
+};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_native() { return PyModuleDef_Init(&definition); }
