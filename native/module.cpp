@@ -1,9 +1,9 @@
 // The module gradwire.transport.native: what it is made of, and what it was built with.
 
-#include <Python.h>
-
 #include <string>
 #include <string_view>
+
+#include "python.hpp"
 
 namespace {
 
@@ -21,7 +21,15 @@ std::string compiler() {
 #endif
 }
 
-int execute(PyObject* module) { return PyModule_AddStringConstant(module, "compiler", compiler().c_str()); }
+int execute(PyObject* module) {
+  try {
+    gradwire::python::check(PyModule_AddStringConstant(module, "compiler", compiler().c_str()));
+    gradwire::python::add_session(module);
+  } catch (const gradwire::python::Raised&) {
+    return -1;
+  }
+  return 0;
+}
 
 PyModuleDef_Slot slots[] = {
     {Py_mod_exec, reinterpret_cast<void*>(execute)},

@@ -98,7 +98,9 @@ def request(
 
 
 def chunk(transfer: int, offset: int, total: int, data: bytes) -> Frame:
-    return Frame(chunk=link_pb2.Chunk(transfer=transfer, offset=offset, total=total, data=data))
+    return Frame(
+        transfer_chunk=link_pb2.TransferChunk(transfer=transfer, offset=offset, total=total, data=data)
+    )
 
 
 def call(tensor: tensor_pb2.Tensor | None = None, storage: tensor_pb2.Storage | None = None) -> bytes:

@@ -1,4 +1,146 @@
-"""What is faster in C++: compiled from native/ (see CONTRIBUTING.md)."""
+"""What is faster in C++: compiled from native/ (see CONTRIBUTING.md).
+
+`Session` is the state machine of a link. It does no I/O and asks no clock: `now` is the time of a monotonic
+clock, in seconds. native/session.hpp says what it guarantees and how.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+from typing_extensions import Buffer
 
 compiler: str
 """What it was built with, e.g. "g++ 12.2.0"."""
+
+REQUEST: int
+"""A request is to be served. `id` is the request's."""
+RESPONSE: int
+"""The response to a call. `id` is the call's handle."""
+ERROR: int
+"""The other peer responded with an error. `body` is the serialized link_pb2.Error."""
+EXPIRED: int
+"""The deadline of a call has passed."""
+NO_MEMORY: int
+"""There is no memory for the attachments of the response to a call."""
+DISCARDED: int
+"""The response to a call that was withdrawn, or had expired; without its attachments."""
+CANCELLED: int
+"""The requester no longer wants the response. `id` is the request's."""
+CHECK: int
+"""All of a message but its last bytes has been sent: `confirm` lets them go."""
+GOODBYE: int
+"""The other peer ended the session. `body` is the serialized link_pb2.Error, or empty."""
+
+class ProtocolError(Exception):
+    """The other peer broke the protocol: the session is to be closed."""
+
+@final
+class Block:
+    """Memory that an attachment arrived in, as a writable buffer. It belongs to the receiver."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __len__(self) -> int: ...
+
+@final
+class Budget:
+    """What several sessions may use together for large requests that arrive, or wait to be served."""
+
+    def __new__(cls, max_bytes: int) -> Budget: ...
+    @property
+    def used(self) -> int: ...
+
+class Event(NamedTuple):
+    """Something that happened in a session."""
+
+    kind: int
+    id: int
+    method: int
+    deadline: float | None
+    flag: bool
+    """CHECK: whether the message is a response. GOODBYE: whether the other process goes away."""
+    body: bytes
+    attachments: tuple[Block, ...]
+    cookie: Any
+    """What was given with the call; with CHECK of a response, what was given with that."""
+
+@final
+class Session:
+    """The state machine of a link between two peers. Not for several threads at once."""
+
+    def __new__(
+        cls,
+        *,
+        refusal: bytes,
+        cancelled: bytes,
+        no_memory: bytes,
+        seed: int = 0,
+        budget: Budget = ...,
+        max_body_bytes: int = ...,
+        max_message_bytes: int = ...,
+        max_quota_bytes: int = ...,
+        max_window_bytes: int = ...,
+        max_inbound_calls: int = ...,
+        chunk_bytes: int = ...,
+    ) -> Session:
+        """`refusal`, `cancelled` and `no_memory` are the serialized errors that the other peer gets for
+        requests that exceed the quota, were cancelled, or have attachments for which there is no memory."""
+
+    # Calls of this peer.
+    def call(
+        self,
+        now: float,
+        method: int,
+        body: bytes,
+        attachments: Sequence[Buffer] = (),
+        timeout: float | None = None,
+        nested: bool = False,
+        checked: bool = False,
+        cookie: object = None,
+        /,
+    ) -> int:
+        """Sends a request. Returns the handle of the call; 0 if the session has ended."""
+
+    def withdraw(self, now: float, handle: int, /) -> bool: ...
+    def limit_window(self, max_bytes: int, /) -> None: ...
+    def open_calls(self) -> list[Any]:
+        """The cookies of the calls whose response is awaited."""
+
+    # Requests of the other peer.
+    def begin(self, id: int, /) -> None: ...
+    def respond(
+        self,
+        id: int,
+        body: bytes,
+        attachments: Sequence[Buffer] = (),
+        checked: bool = False,
+        cookie: object = None,
+        /,
+    ) -> bool:
+        """Returns whether the requester gets the response."""
+
+    def fail(self, id: int, error: bytes, /) -> bool: ...
+    def confirm(self, is_response: bool, id: int, /) -> None: ...
+    def replace_response(self, id: int, error: bytes, /) -> None: ...
+
+    # The connection.
+    def attach(self, now: float, /) -> None: ...
+    def detach(self) -> None: ...
+    def take_output(self, small_bytes: int = ..., /) -> bytes: ...
+    def receive(self, now: float, data: Buffer, in_place: bool = False, /) -> None: ...
+    @property
+    def attached(self) -> bool: ...
+    @property
+    def has_output(self) -> bool: ...
+
+    # Time, and the end.
+    @property
+    def next_tick(self) -> float | None: ...
+    def tick(self, now: float, /) -> None: ...
+    def close(self, error: bytes | None = None, leaving: bool = False, /) -> None: ...
+    def end(self) -> None: ...
+    @property
+    def ended(self) -> bool: ...
+    @property
+    def all_delivered(self) -> bool: ...
+    def take_events(self) -> list[Event]: ...
+    def statistics(self) -> dict[str, int]: ...

@@ -398,8 +398,8 @@ class Session(Link):
                 self._on_request(streams, frames.request_frame(frame.request))
             elif kind == "response":
                 self._on_response(streams, frame.response)
-            elif kind == "chunk":
-                piece = frame.chunk
+            elif kind == "transfer_chunk":
+                piece = frame.transfer_chunk
                 chunk = frames.Chunk(piece.transfer, piece.offset, piece.total, piece.data)
                 self._on_complete_message(streams, streams.reassembler.chunk(chunk))
             elif kind == "cancel":

@@ -106,8 +106,8 @@ def test_chunks_are_written_as_protobuf_would(numbers: tuple[int, int, int], siz
 
     data = bytes(size)
     ours = frames.chunk(*numbers, memoryview(data))
-    chunk = link_pb2.Chunk(transfer=numbers[0], offset=numbers[1], total=numbers[2], data=data)
-    assert ours == link_pb2.Envelope(frames=[link_pb2.Frame(chunk=chunk)]).SerializeToString()
+    chunk = link_pb2.TransferChunk(transfer=numbers[0], offset=numbers[1], total=numbers[2], data=data)
+    assert ours == link_pb2.Envelope(frames=[link_pb2.Frame(transfer_chunk=chunk)]).SerializeToString()
     read = frames.parse_chunk(ours)
     assert read is not None
     assert (read.transfer, read.offset, read.total, bytes(read.data)) == (*numbers, data)

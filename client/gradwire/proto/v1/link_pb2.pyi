@@ -32,12 +32,12 @@ class Envelope(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "welcome", "request", "response", "chunk", "cancel", "acknowledge", "goodbye", "segment", "placed", "returned", "dropped")
+    __slots__ = ("hello", "welcome", "request", "response", "transfer_chunk", "cancel", "acknowledge", "goodbye", "segment", "placed", "returned", "dropped", "chunk")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_CHUNK_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
@@ -45,11 +45,12 @@ class Frame(_message.Message):
     PLACED_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     request: Request
     response: Response
-    chunk: Chunk
+    transfer_chunk: TransferChunk
     cancel: Cancel
     acknowledge: Acknowledge
     goodbye: Goodbye
@@ -57,7 +58,8 @@ class Frame(_message.Message):
     placed: Placed
     returned: Returned
     dropped: Dropped
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., response: _Optional[_Union[Response, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
+    chunk: Chunk
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., response: _Optional[_Union[Response, _Mapping]] = ..., transfer_chunk: _Optional[_Union[TransferChunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "peer", "name", "session", "role", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
@@ -126,32 +128,46 @@ class SameHost(_message.Message):
     def __init__(self, socket: _Optional[str] = ..., token: _Optional[bytes] = ..., seen_address: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "method", "body", "transfers", "timeout_seconds")
+    __slots__ = ("id", "method", "body", "transfers", "timeout_seconds", "attachments")
     ID_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
     id: int
     method: Method
     body: bytes
     transfers: _containers.RepeatedScalarFieldContainer[int]
     timeout_seconds: float
-    def __init__(self, id: _Optional[int] = ..., method: _Optional[_Union[Method, str]] = ..., body: _Optional[bytes] = ..., transfers: _Optional[_Iterable[int]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    attachments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., method: _Optional[_Union[Method, str]] = ..., body: _Optional[bytes] = ..., transfers: _Optional[_Iterable[int]] = ..., timeout_seconds: _Optional[float] = ..., attachments: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Response(_message.Message):
-    __slots__ = ("id", "body", "error", "transfers")
+    __slots__ = ("id", "body", "error", "transfers", "attachments")
     ID_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
     id: int
     body: bytes
     error: Error
     transfers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., body: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., transfers: _Optional[_Iterable[int]] = ...) -> None: ...
+    attachments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., body: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., transfers: _Optional[_Iterable[int]] = ..., attachments: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
+    __slots__ = ("message", "of_response", "data")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    OF_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    message: int
+    of_response: bool
+    data: bytes
+    def __init__(self, message: _Optional[int] = ..., of_response: bool = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class TransferChunk(_message.Message):
     __slots__ = ("transfer", "offset", "total", "data")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
