@@ -36,7 +36,8 @@ DEFINITIONS = ["-DPy_LIMITED_API=0x030B0000", f"-I{NATIVE / 'abi3'}"]
 ZIG = "ziglang"
 """A package with a compiler and all it needs, for where there is none."""
 # Unless told, zig makes code for the very processor that it runs on; wheels and images are run on others too.
-ZIG_COMMAND = [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+# It has no macro that says it is zig, either.
+ZIG_COMMAND = [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline", "-DZIG"]
 
 PROBE = "#include <bit>\n#include <span>\nint main() { return std::span<int>().size() + std::popcount(0u); }"
 

@@ -1,8 +1,5 @@
 // The module gradwire.transport.native: what it is made of, and what it was built with.
 
-#include <string>
-#include <string_view>
-
 #include "python.hpp"
 
 namespace {
@@ -11,11 +8,14 @@ namespace {
 #define TEXT(macro) TEXT_(macro)
 
 // The compiler and its version, e.g. "g++ 12.2.0".
-std::string compiler() {
+const char* compiler() {
 #if defined(__clang__)
-  // Zig has no macro of its own; its clang names where its sources are.
-  constexpr bool zig = std::string_view(__clang_version__).find("ziglang") != std::string_view::npos;
-  return (zig ? "zig/clang " : "clang ") + std::string(TEXT(__clang_major__) "." TEXT(__clang_minor__) "." TEXT(__clang_patchlevel__));
+#ifdef ZIG
+#define CLANG "zig/clang "
+#else
+#define CLANG "clang "
+#endif
+  return CLANG TEXT(__clang_major__) "." TEXT(__clang_minor__) "." TEXT(__clang_patchlevel__);
 #else
   return "g++ " TEXT(__GNUC__) "." TEXT(__GNUC_MINOR__) "." TEXT(__GNUC_PATCHLEVEL__);
 #endif
@@ -23,7 +23,7 @@ std::string compiler() {
 
 int execute(PyObject* module) {
   try {
-    gradwire::python::check(PyModule_AddStringConstant(module, "compiler", compiler().c_str()));
+    gradwire::python::check(PyModule_AddStringConstant(module, "compiler", compiler()));
     gradwire::python::add_session(module);
   } catch (const gradwire::python::Raised&) {
     return -1;
