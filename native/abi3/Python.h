@@ -81,7 +81,7 @@ struct PyType_Spec {
 #define Py_TPFLAGS_IMMUTABLETYPE (1UL << 8)
 #define Py_TPFLAGS_BASETYPE (1UL << 10)
 #define Py_TPFLAGS_HAVE_GC (1UL << 14)
-#define Py_TPFLAGS_DEFAULT (1UL << 18)
+#define Py_TPFLAGS_DEFAULT 0
 #define Py_bf_getbuffer 1
 #define Py_bf_releasebuffer 2
 #define Py_mp_length 4
