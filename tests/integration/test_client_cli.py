@@ -16,6 +16,7 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE, Daemon, run
 
 import gradwire
+from gradwire.transport import native
 
 SERVED = """
     import torch
@@ -60,7 +61,9 @@ def gradwire_command(*args: str) -> subprocess.CompletedProcess[str]:
 def test_version() -> None:
     command = [sys.executable, "-m", "gradwire.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
-    assert (done.returncode, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")
+    assert done.returncode == 0
+    compiled = f"native module: compiled with {native.compiler}"
+    assert done.stdout.splitlines() == [f"gradwire {gradwire.__version__}", compiled]
 
 
 # -- ls

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from gradwire._version import __version__
+from gradwire import _version
 from gradwire.cli import call, cleanup, common, gradcheck, ls, ping, ps
 from gradwire.errors import GradwireError
 
@@ -51,7 +51,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"gradwire {__version__}")
+        typer.echo(_version.description("gradwire"))
         raise typer.Exit
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import gradwire
-from gradwire import __version__
+from gradwire import _version
 from gradwire_server.daemon import config, logs
 from gradwire_server.daemon.options import checked, option, size_option, use_config
 from gradwire_server.daemon.shutdown import Signals, exit_after
@@ -63,7 +63,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"gradwire-server {__version__}")
+        typer.echo(_version.description("gradwire-server"))
         raise typer.Exit
 
 
