@@ -26,9 +26,11 @@ RUN python scripts/requirements demo > requirements.txt \
     && sed "s/^torch==.*/torch==${TORCH_VERSION}/" /wheels/constraints.txt > constraints.txt \
     && pip install --extra-index-url "${TORCH_INDEX_URL}" ${PIP_ARGS} -c constraints.txt -r requirements.txt
 
-COPY README.md LICENSE ./
+COPY README.md LICENSE hatch_build.py ./
+COPY native native
 COPY client client
 COPY server server
+# The image has no compiler: pip brings the one of the package ziglang for this step.
 RUN pip install ${PIP_ARGS} --no-deps .
 
 
