@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-oldest test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist check up down clean
+.PHONY: help install native demo test test-oldest test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -78,8 +78,11 @@ protos: ## generate client/gradwire/proto from protos/
 protos-check: ## fail if the committed generated code is not what protos/ generates
 	@PYTHON="$(PYTHON)" scripts/protos --check
 
-dist: ## build the sdist and the wheel into dist/
-	@$(BIN)/python -m build --outdir dist .
+dist: ## build the sdist, and a wheel for any Linux, into dist/
+	@PYTHON="$(PYTHON)" scripts/dist
+
+dist-check: ## install both in fresh environments, of each Python that is there: PYTHONS="python3.11 python3.13"
+	@scripts/dist-check
 
 check: lint types protos-check test soak ## everything that CI runs
 
