@@ -98,6 +98,9 @@ Bytes bytes_of(std::string_view text) { return {reinterpret_cast<const uint8_t*>
 // The longest varint: 64 bits, 7 a byte.
 constexpr size_t LONGEST_VARINT = 10;
 
+// In one field. A number takes one byte of the frame at least, but eight in memory.
+constexpr size_t MOST_NUMBERS = 16 << 20;
+
 // Reads a varint; returns how many bytes it took, 0 if `bytes` ends within it.
 size_t take_varint(Bytes bytes, uint64_t& number) {
   number = 0;
@@ -147,6 +150,7 @@ class Fields {
   // A repeated number: packed, or one by one.
   bool is_numbers(uint32_t wanted, std::vector<uint64_t>& numbers) const {
     if (field != wanted) return false;
+    if (numbers.size() + (type == BYTES ? bytes.size() : 0) >= MOST_NUMBERS) malformed("too many numbers");
     if (type == VARINT) {
       numbers.push_back(number);
     } else if (type == BYTES) {

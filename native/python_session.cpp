@@ -21,41 +21,41 @@ PyObject* protocol_error;
 
 // -- Python's memory in messages
 
-// Buffers and objects of Python that messages no longer use. A message may end on a thread without the
-// interpreter's lock, so they wait here for one that has it.
+// A buffer or an object of Python that a message uses.
+struct Held {
+  Py_buffer buffer{};
+  PyObject* object = nullptr;
+  Held* next = nullptr;
+};
+
+// Those that messages no longer use. A message may end on a thread without the interpreter's lock, so they wait here
+// for one that has it. (A list that needs no memory to grow: it grows where nothing may fail.)
 class Unused {
  public:
-  void add(Py_buffer* buffer) {
+  void add(Held* held) {
     std::lock_guard lock(mutex_);
-    buffers_.push_back(buffer);
-  }
-
-  void add(PyObject* object) {
-    std::lock_guard lock(mutex_);
-    objects_.push_back(object);
+    held->next = first_;
+    first_ = held;
   }
 
   void release() {
-    std::vector<Py_buffer*> buffers;
-    std::vector<PyObject*> objects;
+    Held* held;
     {
       std::lock_guard lock(mutex_);
-      if (buffers_.empty() && objects_.empty()) return;
-      buffers.swap(buffers_);
-      objects.swap(objects_);
+      held = std::exchange(first_, nullptr);
     }
-    // This may run any code.
-    for (Py_buffer* buffer : buffers) {
-      PyBuffer_Release(buffer);
-      delete buffer;
+    while (held) {
+      std::unique_ptr<Held> owned(held);
+      held = held->next;
+      // This may run any code.
+      if (owned->object) Py_DECREF(owned->object);
+      else PyBuffer_Release(&owned->buffer);
     }
-    for (PyObject* object : objects) Py_DECREF(object);
   }
 
  private:
   std::mutex mutex_;
-  std::vector<Py_buffer*> buffers_;
-  std::vector<PyObject*> objects_;
+  Held* first_ = nullptr;
 };
 
 Unused& unused() {
@@ -63,14 +63,16 @@ Unused& unused() {
   return unused;
 }
 
+std::shared_ptr<const void> shared(std::unique_ptr<Held> held) {
+  return {held.release(), [](const void* p) { unused().add(static_cast<Held*>(const_cast<void*>(p))); }};
+}
+
 Attachment attachment(PyObject* object) {
-  auto buffer = std::make_unique<Py_buffer>();
-  check(PyObject_GetBuffer(object, buffer.get(), PyBUF_SIMPLE));
-  Py_buffer* held = buffer.release();
-  std::shared_ptr<const void> owner(held, [](const void* p) {
-    unused().add(static_cast<Py_buffer*>(const_cast<void*>(p)));
-  });
-  return {static_cast<const uint8_t*>(held->buf), static_cast<size_t>(held->len), std::move(owner)};
+  auto held = std::make_unique<Held>();
+  check(PyObject_GetBuffer(object, &held->buffer, PyBUF_SIMPLE));
+  auto data = static_cast<const uint8_t*>(held->buffer.buf);
+  auto size = static_cast<size_t>(held->buffer.len);
+  return {data, size, shared(std::move(held))};
 }
 
 std::vector<Attachment> attachments(PyObject* sequence) {
@@ -85,13 +87,21 @@ std::vector<Attachment> attachments(PyObject* sequence) {
 
 Cookie cookie(PyObject* object) {
   if (!object || object == Py_None) return nullptr;
-  return Cookie(Py_NewRef(object), [](const void* p) {
-    unused().add(static_cast<PyObject*>(const_cast<void*>(p)));
-  });
+  auto held = std::make_unique<Held>();
+  held->object = Py_NewRef(object);
+  return shared(std::move(held));
 }
 
 PyObject* to_object(const Cookie& cookie) {
-  return Py_NewRef(cookie ? static_cast<PyObject*>(const_cast<void*>(cookie.get())) : Py_None);
+  return Py_NewRef(cookie ? static_cast<const Held*>(cookie.get())->object : Py_None);
+}
+
+// For PyArg_Parse...: an unsigned number, without the wrapping of its own formats.
+int to_number(PyObject* object, void* result) {
+  unsigned long long number = PyLong_AsUnsignedLongLong(object);
+  if (PyErr_Occurred()) return 0;
+  *static_cast<unsigned long long*>(result) = number;
+  return 1;
 }
 
 std::string_view bytes(PyObject* object) {
@@ -161,7 +171,8 @@ PyObject* budget_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   return guarded(protocol_error, [&] {
     unsigned long long max_bytes;
     static const char* names[] = {"max_bytes", nullptr};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "K", const_cast<char**>(names), &max_bytes)) throw Raised();
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&", const_cast<char**>(names), to_number, &max_bytes))
+      throw Raised();
     return allocate<PyBudget>(type, std::make_shared<Budget>(max_bytes));
   });
 }
@@ -222,6 +233,7 @@ constexpr std::pair<const char*, Event::Kind> KINDS[] = {
     {"REQUEST", Event::Kind::request},     {"RESPONSE", Event::Kind::response},
     {"ERROR", Event::Kind::error},         {"EXPIRED", Event::Kind::expired},
     {"NO_MEMORY", Event::Kind::no_memory}, {"DISCARDED", Event::Kind::discarded},
+    {"UNREACHABLE", Event::Kind::unreachable},
     {"CANCELLED", Event::Kind::cancelled}, {"CHECK", Event::Kind::check},
     {"GOODBYE", Event::Kind::goodbye},
 };
@@ -241,15 +253,17 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     unsigned long long max_body = settings.max_body_bytes, max_message = settings.max_message_bytes,
                        quota = settings.max_quota_bytes, window = settings.max_window_bytes,
                        inbound = settings.max_inbound_calls, chunk = settings.chunk_bytes, seed = 0;
-    static const char* names[] = {"refusal",           "cancelled",         "no_memory",       "seed",
-                                  "budget",            "max_body_bytes",    "max_message_bytes", "max_quota_bytes",
-                                  "max_window_bytes",  "max_inbound_calls", "chunk_bytes",     nullptr};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$SSSKO!KKKKKK", const_cast<char**>(names), &refusal, &cancelled,
-                                     &no_memory, &seed, budget_type, &budget, &max_body, &max_message, &quota, &window,
-                                     &inbound, &chunk))
+    static const char* names[] = {"seed",           "refusal",           "cancelled",       "no_memory",
+                                  "budget",         "max_body_bytes",    "max_message_bytes", "max_quota_bytes",
+                                  "max_window_bytes", "max_inbound_calls", "chunk_bytes",   nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&SSSO!O&O&O&O&O&O&", const_cast<char**>(names), to_number, &seed,
+                                     &refusal, &cancelled, &no_memory, budget_type, &budget, to_number, &max_body,
+                                     to_number, &max_message, to_number, &quota, to_number, &window, to_number,
+                                     &inbound, to_number, &chunk))
       throw Raised();
     if (!refusal || !cancelled || !no_memory)
       throw std::invalid_argument("refusal, cancelled and no_memory are needed: each a serialized Error");
+    if (max_body > uint64_t{1} << 40) throw std::invalid_argument("max_body_bytes must not exceed 2**40");
     if (chunk == 0) throw std::invalid_argument("chunk_bytes must not be 0");
     settings.refusal = bytes(refusal);
     settings.cancelled = bytes(cancelled);
@@ -270,9 +284,10 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 template <typename Code, typename... Targets>
 PyObject* method(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
   return guarded(protocol_error, [&]() -> PyObject* {
-    unused().release();
     if (!PyArg_ParseTuple(args, format, targets...)) throw Raised();
-    return code(*reinterpret_cast<PySession*>(self)->value);
+    Ref result(checked(code(*reinterpret_cast<PySession*>(self)->value)));
+    unused().release();
+    return result.release();
   });
 }
 
@@ -280,45 +295,50 @@ PyObject* none() { return Py_NewRef(Py_None); }
 
 PyObject* session_call(PyObject* self, PyObject* args) {
   double now;
-  unsigned int number;
+  unsigned long long number;
   PyObject *body, *parts = nullptr, *timeout = Py_None;
   PyObject* given = nullptr;
-  int nested = 0, is_checked = 0;
+  int nested = 0, is_checked = 0, waits = 1;
   return method(
-      self, args, "dIS|OOppO",
+      self, args, "dO&S|OOppOp",
       [&](Session& session) {
         Session::CallOptions options;
         options.nested = nested != 0;
+        options.waits_for_connection = waits != 0;
         options.checked = is_checked != 0;
         options.cookie = cookie(given);
         if (timeout != Py_None) {
           options.timeout = PyFloat_AsDouble(timeout);
           if (PyErr_Occurred()) throw Raised();
         }
+        if (number > UINT32_MAX) throw std::invalid_argument("there is no such method");
         auto sent = attachments(parts);
         return PyLong_FromUnsignedLongLong(
             session.call(now, number, bytes(body), std::move(sent), std::move(options)));
       },
-      &now, &number, &body, &parts, &timeout, &nested, &is_checked, &given);
+      &now, to_number, &number, &body, &parts, &timeout, &nested, &is_checked, &given, &waits);
 }
 
 PyObject* session_withdraw(PyObject* self, PyObject* args) {
   double now;
   unsigned long long handle;
   return method(
-      self, args, "dK", [&](Session& session) { return PyBool_FromLong(session.withdraw(now, handle)); }, &now, &handle);
+      self, args, "dO&", [&](Session& session) { return PyBool_FromLong(session.withdraw(now, handle)); }, &now,
+      to_number, &handle);
 }
 
 PyObject* session_limit_window(PyObject* self, PyObject* args) {
+  double now;
   unsigned long long limit;
   return method(
-      self, args, "K", [&](Session& session) { return session.limit_window(limit), none(); }, &limit);
+      self, args, "dO&", [&](Session& session) { return session.limit_window(now, limit), none(); }, &now, to_number,
+      &limit);
 }
 
 PyObject* session_begin(PyObject* self, PyObject* args) {
   unsigned long long id;
   return method(
-      self, args, "K", [&](Session& session) { return session.begin(id), none(); }, &id);
+      self, args, "O&", [&](Session& session) { return session.begin(id), none(); }, to_number, &id);
 }
 
 PyObject* session_respond(PyObject* self, PyObject* args) {
@@ -326,36 +346,36 @@ PyObject* session_respond(PyObject* self, PyObject* args) {
   PyObject *body, *parts = nullptr, *given = nullptr;
   int is_checked = 0;
   return method(
-      self, args, "KS|OpO",
+      self, args, "O&S|OpO",
       [&](Session& session) {
         auto sent = attachments(parts);
         return PyBool_FromLong(
             session.respond(id, bytes(body), std::move(sent), is_checked != 0, cookie(given)));
       },
-      &id, &body, &parts, &is_checked, &given);
+      to_number, &id, &body, &parts, &is_checked, &given);
 }
 
 PyObject* session_fail(PyObject* self, PyObject* args) {
   unsigned long long id;
   PyObject* error;
   return method(
-      self, args, "KS", [&](Session& session) { return PyBool_FromLong(session.fail(id, bytes(error))); }, &id, &error);
+      self, args, "O&S", [&](Session& session) { return PyBool_FromLong(session.fail(id, bytes(error))); }, to_number,
+      &id, &error);
 }
 
 PyObject* session_confirm(PyObject* self, PyObject* args) {
-  int is_response;
-  unsigned long long id;
+  unsigned long long number;
   return method(
-      self, args, "pK", [&](Session& session) { return session.confirm(is_response != 0, id), none(); }, &is_response,
-      &id);
+      self, args, "O&", [&](Session& session) { return session.confirm(number), none(); }, to_number, &number);
 }
 
-PyObject* session_replace_response(PyObject* self, PyObject* args) {
-  unsigned long long id;
+PyObject* session_reject(PyObject* self, PyObject* args) {
+  double now;
+  unsigned long long number;
   PyObject* error;
   return method(
-      self, args, "KS", [&](Session& session) { return session.replace_response(id, bytes(error)), none(); }, &id,
-      &error);
+      self, args, "dO&S", [&](Session& session) { return session.reject(now, number, bytes(error)), none(); }, &now,
+      to_number, &number, &error);
 }
 
 PyObject* session_attach(PyObject* self, PyObject* args) {
@@ -374,7 +394,11 @@ PyObject* session_take_output(PyObject* self, PyObject* args) {
       self, args, "|n",
       [&](Session& session) {
         Output output = session.take_output(static_cast<size_t>(small_bytes));
-        Ref joined(checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(output.size))));
+        Ref joined(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(output.size)));
+        if (!joined) {
+          session.detach();  // without these bytes, what follows would make no sense to the other peer
+          throw Raised();
+        }
         char* to;
         Py_ssize_t size;
         check(PyBytes_AsStringAndSize(joined.get(), &to, &size));
@@ -464,11 +488,11 @@ PyObject* session_take_events(PyObject* self, PyObject* args) {
 PyObject* session_statistics(PyObject* self, PyObject* args) {
   return method(self, args, "", [&](Session& session) {
     Session::Statistics s = session.statistics();
-    return checked(Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "sent_bytes", s.sent_bytes,
+    return checked(Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "sent_bytes", s.sent_bytes,
                                  "received_bytes", s.received_bytes, "calls", s.calls, "inbound_calls",
                                  s.inbound_calls, "kept_back", s.kept_back, "repeated_requests", s.repeated_requests,
                                  "repeated_responses", s.repeated_responses, "retries", s.retries, "bytes_in_window",
-                                 s.bytes_in_window, "quota_bytes", s.quota_bytes));
+                                 s.bytes_in_window, "quota_bytes", s.quota_bytes, "arrived_bytes", s.arrived_bytes));
   });
 }
 
@@ -483,7 +507,9 @@ PyObject* session_attached(PyObject* self, void*) { return PyBool_FromLong(sessi
 PyObject* session_has_output(PyObject* self, void*) { return PyBool_FromLong(session_of(self).has_output()); }
 PyObject* session_ended(PyObject* self, void*) { return PyBool_FromLong(session_of(self).has_ended()); }
 PyObject* session_all_delivered(PyObject* self, void*) { return PyBool_FromLong(session_of(self).all_delivered()); }
-PyObject* session_next_tick(PyObject* self, void*) { return to_time(session_of(self).next_tick()); }
+PyObject* session_next_tick(PyObject* self, void*) {
+  return guarded(protocol_error, [&] { return to_time(session_of(self).next_tick()); });
+}
 
 PyMethodDef session_methods[] = {
     {"call", session_call, METH_VARARGS, "Sends a request; returns the handle of the call, 0 if the session has ended."},
@@ -493,7 +519,7 @@ PyMethodDef session_methods[] = {
     {"respond", session_respond, METH_VARARGS, "Responds to a request; returns whether the requester gets it."},
     {"fail", session_fail, METH_VARARGS, "Responds with an Error."},
     {"confirm", session_confirm, METH_VARARGS, "The attachments of a message were not modified."},
-    {"replace_response", session_replace_response, METH_VARARGS, "The requester gets an Error instead."},
+    {"reject", session_reject, METH_VARARGS, "The attachments of a message were modified."},
     {"attach", session_attach, METH_VARARGS, "Continues over a new connection."},
     {"detach", session_detach, METH_VARARGS, "The connection was cut."},
     {"take_output", session_take_output, METH_VARARGS, "The bytes to write next."},
@@ -541,6 +567,7 @@ void add_session(PyObject* module) {
   check(PyModule_AddObjectRef(module, "Event", checked(reinterpret_cast<PyObject*>(event_type))));
   protocol_error = checked(PyErr_NewException("gradwire.transport.native.ProtocolError", nullptr, nullptr));
   check(PyModule_AddObjectRef(module, "ProtocolError", protocol_error));
+  check(PyModule_AddIntConstant(module, "MOST_ATTACHMENTS", MOST_ATTACHMENTS));
   for (const auto& [name, kind] : KINDS) check(PyModule_AddIntConstant(module, name, static_cast<long>(kind)));
 }
 

@@ -9,17 +9,18 @@ namespace {
 
 // Attachments of up to this many bytes in all are copied, and leave together with their message.
 constexpr uint64_t COPIED_BYTES = 64 * 1024;
-// A body of this size counts like attachments, and such a response is acknowledged at once.
+// A message that takes as much beside the bytes of its attachments counts with all of it, and such a response is
+// acknowledged at once.
 constexpr uint64_t LARGE_BODY_BYTES = 64 * 1024;
+// What an attachment takes beside its bytes, about.
+constexpr uint64_t ATTACHMENT_BYTES = 128;
 // What a frame may hold beyond a body.
 constexpr uint64_t FRAME_OVERHEAD_BYTES = 2 << 20;
 // Acknowledgements leave with the next frame, unless this many wait.
 constexpr size_t MOST_ACKNOWLEDGEMENTS = 32;
-// Their sizes take little of a frame, but memory where they arrive.
-constexpr size_t MOST_ATTACHMENTS = 1 << 20;
 // Smaller pieces of a chunk are not worth a read of their own.
 constexpr size_t SMALLEST_PLACE = 4096;
-constexpr Seconds LONGEST_PAUSE = 5;
+constexpr Seconds SHORTEST_PAUSE = 0.01, LONGEST_PAUSE = 5;
 // How long a request without a deadline is sent again and again.
 constexpr Seconds PATIENCE = 120;
 // A deadline that passes while the request is written: to the other peer, 0 would mean none.
@@ -27,7 +28,11 @@ constexpr Seconds SHORTEST_TIMEOUT = 1e-3;
 
 const uint8_t* data_of(const std::string& text) { return reinterpret_cast<const uint8_t*>(text.data()); }
 
-uint64_t counted(std::string_view body) { return body.size() >= LARGE_BODY_BYTES ? body.size() : 0; }
+// What windows and quotas count of a message beside the bytes of its attachments: nothing, if it is small.
+uint64_t counted(std::string_view body, size_t attachments) {
+  uint64_t size = body.size() + ATTACHMENT_BYTES * attachments;
+  return size >= LARGE_BODY_BYTES ? size : 0;
+}
 
 }  // namespace
 
@@ -102,7 +107,11 @@ struct Session::Arriving {
   size_t filled = 0;          // bytes of the latter
   uint64_t left = 0;
 
-  bool has_begun(size_t attachment) const { return blocks.size() > attachment; }
+  uint64_t arrived_bytes() const {
+    uint64_t total = 0;
+    for (uint64_t size : sizes) total += size;
+    return total - left;
+  }
 };
 
 struct Session::OutboundCall {
@@ -111,17 +120,17 @@ struct Session::OutboundCall {
   uint64_t id = 0;  // 0 while it waits
   std::shared_ptr<Content> content;
   Seconds deadline = NEVER;
-  bool nested = false;
+  bool nested = false, waits_for_connection = true;
   bool withdrawn = false;  // the response is not awaited, but the other peer may be serving the request
-  bool sent = false;       // the other peer may know of it
+  bool sent = false;       // the other peer may know of it, from an earlier connection
+  bool put = false;        // into the output of this connection
   bool in_window = false;
   Seconds retry_at = NEVER;
   Seconds refused_since = NEVER;
-  std::shared_ptr<Packet> packet;
+  std::weak_ptr<Packet> packet;  // of this connection, while it is not written
   std::unique_ptr<Arriving> response;
 
-  uint64_t size() const { return content->total + counted(content->body); }
-  bool is_large() const { return content->total || counted(content->body); }
+  uint64_t size() const { return content->total + counted(content->body, content->sizes.size()); }
 };
 
 struct Session::InboundCall {
@@ -131,7 +140,8 @@ struct Session::InboundCall {
   uint64_t quota = 0;
   std::unique_ptr<Arriving> request;
   std::shared_ptr<Content> response;
-  std::shared_ptr<Packet> packet;
+  bool replaced = false;  // the response was rejected, after a part of it may have been sent
+  std::weak_ptr<Packet> packet;
 };
 
 Session::Session(Settings settings, std::shared_ptr<Budget> budget)
@@ -150,18 +160,24 @@ CallHandle Session::call(Seconds now, uint32_t method, std::string_view body, st
   call->content->method = method;
   call->cookie = std::move(options.cookie);
   call->nested = options.nested;
+  call->waits_for_connection = options.waits_for_connection;
   if (options.timeout < NEVER) {
     call->deadline = now + options.timeout;
     add_timer(call->deadline, call->handle);
   }
   OutboundCall& started = *call;
   calls_.emplace(started.handle, std::move(call));
+  CallHandle handle = started.handle;
   if (enters_window(started)) start(now, started);
-  else kept_back_.push_back(started.handle);
-  return started.handle;
+  else kept_back_.push_back(handle);
+  return handle;
 }
 
 void Session::start(Seconds now, OutboundCall& call) {
+  if (!attached_ && !call.waits_for_connection) {
+    respond_to_call(now, call, Event::Kind::unreachable, {});
+    return;
+  }
   call.id = ++last_id_;
   call.retry_at = NEVER;
   calls_by_id_.emplace(call.id, &call);
@@ -169,8 +185,8 @@ void Session::start(Seconds now, OutboundCall& call) {
 }
 
 bool Session::enters_window(OutboundCall& call) {
-  if (call.nested || !call.is_large()) return true;
   uint64_t size = call.size();
+  if (call.nested || !size) return true;
   bool fits = size <= settings_.max_window_bytes && bytes_in_window_ <= settings_.max_window_bytes - size;
   if (!kept_back_.empty() || (calls_in_window_ && !fits)) return false;
   call.in_window = true;
@@ -185,20 +201,25 @@ void Session::leave_window(Seconds now, OutboundCall& call) {
     calls_in_window_--;
     bytes_in_window_ -= call.size();
   }
-  // Calls that were withdrawn while they waited are not there any more.
+  admit_waiting(now);
+}
+
+void Session::admit_waiting(Seconds now) {
+  if (kept_back_.empty()) return;
   auto waiting = std::exchange(kept_back_, {});
-  while (!waiting.empty()) {
+  for (; !waiting.empty(); waiting.pop_front()) {
     auto it = calls_.find(waiting.front());
-    if (it != calls_.end()) {
-      if (!enters_window(*it->second)) break;
-      start(now, *it->second);
-    }
-    waiting.pop_front();
+    if (it == calls_.end()) continue;  // it was withdrawn, or has expired
+    if (!enters_window(*it->second)) break;
+    start(now, *it->second);
   }
   kept_back_ = std::move(waiting);
 }
 
-void Session::limit_window(uint64_t bytes) { settings_.max_window_bytes = bytes ? bytes : uint64_t{1} << 62; }
+void Session::limit_window(Seconds now, uint64_t bytes) {
+  settings_.max_window_bytes = bytes ? bytes : uint64_t{1} << 62;
+  admit_waiting(now);
+}
 
 void Session::put_request(Seconds now, OutboundCall& call) {
   Request request;
@@ -210,6 +231,7 @@ void Session::put_request(Seconds now, OutboundCall& call) {
   std::string frame;
   write_request(frame, request);
   call.packet = put_message({false, call.id}, call.content, std::move(frame));
+  call.put = true;
 }
 
 bool Session::retry_later(Seconds now, OutboundCall& call, std::string_view error) {
@@ -217,13 +239,13 @@ bool Session::retry_later(Seconds now, OutboundCall& call, std::string_view erro
   if (!refusal.not_started || !(refusal.retry_after > 0)) return false;
   // About as long as the other peer says, since it keeps room for that time; with jitter, so that requests that
   // were refused together are not sent again together.
-  Seconds at = now + std::min(refusal.retry_after, LONGEST_PAUSE) * (0.5 + random());
+  Seconds at = now + std::clamp(refusal.retry_after, SHORTEST_PAUSE, LONGEST_PAUSE) * (0.5 + random());
   if (call.refused_since == NEVER) call.refused_since = now;
   if (at >= (call.deadline < NEVER ? call.deadline : call.refused_since + PATIENCE)) return false;
-  stop_sending({false, call.id}, call.packet);
+  stop_sending({false, call.id}, call.content.get(), call.packet.lock());
   calls_by_id_.erase(call.id);
   call.id = 0;
-  call.sent = false;
+  call.sent = call.put = false;
   call.packet.reset();
   call.response.reset();
   call.retry_at = at;
@@ -252,8 +274,9 @@ bool Session::withdraw(Seconds now, CallHandle handle) {
 }
 
 void Session::withdraw(Seconds now, OutboundCall& call) {
-  std::shared_ptr<Packet> waiting = call.packet && !call.packet->taken ? call.packet : nullptr;
-  if (!call.sent && (waiting || !call.packet)) {
+  std::shared_ptr<Packet> waiting = call.packet.lock();
+  if (waiting && waiting->taken) waiting = nullptr;
+  if (!call.sent && (waiting || !call.put)) {
     finish(now, call);
     return;
   }
@@ -268,9 +291,9 @@ void Session::withdraw(Seconds now, OutboundCall& call) {
   call.sent = true;
   call.packet.reset();
   leave_window(now, call);
-  call.content.reset();
+  auto content = std::move(call.content);
   if (!attached_) return;
-  stop_sending({false, call.id}, nullptr);
+  stop_sending({false, call.id}, content.get(), nullptr);
   std::string frame;
   write_cancel(frame, call.id);
   if (waiting) {
@@ -287,7 +310,7 @@ void Session::finish(Seconds now, OutboundCall& call) {
   auto owned = std::move(calls_.extract(call.handle).mapped());
   if (owned->id) {
     calls_by_id_.erase(owned->id);
-    stop_sending({false, owned->id}, owned->packet);
+    stop_sending({false, owned->id}, owned->content.get(), owned->packet.lock());
   }
   leave_window(now, *owned);
 }
@@ -344,11 +367,6 @@ bool Session::fail(uint64_t request, std::string_view error) {
   return true;
 }
 
-void Session::replace_response(uint64_t request, std::string_view error) {
-  InboundCall* call = inbound(request);
-  if (call && call->state == InboundCall::State::responded) set_error(*call, error);
-}
-
 void Session::set_error(InboundCall& call, std::string_view error) {
   auto content = std::make_shared<Content>(error, std::vector<Attachment>{}, false);
   content->failed = true;
@@ -356,7 +374,10 @@ void Session::set_error(InboundCall& call, std::string_view error) {
 }
 
 void Session::set_response(InboundCall& call, std::shared_ptr<Content> content) {
-  if (call.response) stop_sending({true, call.id}, call.packet);
+  if (call.response) {
+    stop_sending({true, call.id}, call.response.get(), call.packet.lock());
+    call.replaced = true;
+  }
   give_back_quota(call);
   call.request.reset();
   call.state = InboundCall::State::responded;
@@ -421,6 +442,13 @@ void Session::attach(Seconds now) {
 void Session::detach() {
   if (!attached_) return;
   attached_ = false;
+  for (auto& [_, call] : calls_by_id_) {
+    auto packet = call->packet.lock();
+    call->sent |= call->put && !(packet && !packet->taken);
+    call->put = false;
+    call->packet.reset();
+    call->response.reset();
+  }
   waiting_.clear();
   transfers_.clear();
   unconfirmed_.clear();
@@ -429,11 +457,6 @@ void Session::detach() {
   acknowledge_now_ = false;
   partial_.clear();
   chunk_left_ = 0;
-  for (auto& [_, call] : calls_by_id_) {
-    call->sent |= call->packet && call->packet->taken;
-    call->packet.reset();
-    call->response.reset();
-  }
   for (auto& [_, call] : inbound_) {
     call->packet.reset();
     if (call->state == InboundCall::State::arriving) {
@@ -466,10 +489,17 @@ std::shared_ptr<Session::Packet> Session::put_message(Key key, const std::shared
 }
 
 // Sends nothing more of a message. What has been written of it the other peer drops when it gets what follows.
-void Session::stop_sending(Key key, const std::shared_ptr<Packet>& packet) {
-  if (packet) packet->dropped = true;
+void Session::stop_sending(Key key, const Content* content, const std::shared_ptr<Packet>& packet) {
+  if (packet && !packet->taken) {
+    // It stays in the queue, where others may wait before it for long, but without what it held.
+    packet->dropped = true;
+    packet->bytes = {};
+    packet->transfer.reset();
+    return;
+  }
+  if (!content || content->is_copied()) return;
   std::erase_if(transfers_, [&](const Transfer& transfer) { return transfer.key == key; });
-  unconfirmed_.erase(key);
+  std::erase_if(unconfirmed_, [&](const auto& entry) { return entry.second.key == key; });
 }
 
 bool Session::has_output() const {
@@ -491,7 +521,7 @@ Output Session::take_output(size_t small_bytes) {
     add(std::move(packet));
   }
   acknowledge_now_ = false;
-  while (!waiting_.empty() && output.size < small_bytes) {
+  while (!waiting_.empty() && (output.size < small_bytes || output.pieces.empty())) {
     std::shared_ptr<Packet> packet = std::move(waiting_.front());
     waiting_.pop_front();
     if (packet->dropped) continue;
@@ -530,10 +560,10 @@ void Session::add_chunk(Output& output) {
     for (const Output::Piece& piece : pieces)
       packet->bytes.append(reinterpret_cast<const char*>(piece.data), piece.size);
     auto [is_response, id] = transfer.key;
-    Event& event = is_response ? emit(Event::Kind::check, id) : emit(Event::Kind::check, *call_by_id(id));
+    Event& event = emit(Event::Kind::check, ++last_check_);
     event.flag = is_response;
-    if (is_response) event.cookie = content.cookie;
-    unconfirmed_.insert_or_assign(transfer.key, std::move(packet->bytes));
+    event.cookie = is_response ? content.cookie : call_by_id(id)->cookie;
+    unconfirmed_.emplace(last_check_, Unconfirmed{transfer.key, std::move(packet->bytes)});
     return;
   }
   output.pieces.push_back({data_of(packet->bytes), packet->bytes.size()});
@@ -544,23 +574,27 @@ void Session::add_chunk(Output& output) {
   if (!is_last) transfers_.push_back(std::move(transfer));
 }
 
-void Session::confirm(bool is_response, uint64_t id) {
-  if (!is_response) {
-    auto it = calls_.find(id);
-    if (it == calls_.end()) return;
-    id = it->second->id;
-  }
-  auto it = unconfirmed_.find({is_response, id});
+void Session::confirm(uint64_t check) {
+  auto it = unconfirmed_.find(check);
   if (it == unconfirmed_.end()) return;
-  put(std::move(it->second));
+  put(std::move(it->second.chunk));
   unconfirmed_.erase(it);
+}
+
+void Session::reject(Seconds now, uint64_t check, std::string_view error) {
+  auto it = unconfirmed_.find(check);
+  if (it == unconfirmed_.end()) return;
+  auto [is_response, id] = it->second.key;
+  if (is_response) set_error(*inbound(id), error);
+  else withdraw(now, *call_by_id(id));
 }
 
 // -- input
 
 void Session::receive(Seconds now, Bytes bytes) {
+  if (!attached_ || ended_ || heard_goodbye_) return;
   statistics_.received_bytes += bytes.size();
-  while (!bytes.empty() && !ended_) {
+  while (!bytes.empty() && !heard_goodbye_) {
     if (chunk_left_) {
       Bytes data = bytes.first(std::min<uint64_t>(chunk_left_, bytes.size()));
       take_chunk_bytes(now, data);
@@ -644,7 +678,7 @@ void Session::on(Seconds now, const Request& request) {
     statistics_.repeated_requests++;
     return;
   }
-  uint64_t size = total + counted(request.body);
+  uint64_t size = total + counted(request.body, request.attachments.size());
   if (size && !take_quota(*call, size)) {
     set_error(*call, settings_.refusal);
     return;
@@ -671,10 +705,14 @@ void Session::request_arrived(InboundCall& call) {
 }
 
 void Session::on(Seconds now, const Response& response) {
+  if (!response.id || response.id > last_id_) throw ProtocolError("a response to a request that was not sent");
   uint64_t total = check_size(response.body, response.attachments);
-  bool is_large = total || counted(response.body);
+  bool is_large = total || counted(response.body, response.attachments.size());
   OutboundCall* call = call_by_id(response.id);
   if (!call) {
+    // One for each request, and each connection, is the most that can come.
+    if (to_acknowledge_.size() >= settings_.max_inbound_calls)
+      throw ProtocolError("responses that are repeated, while the acknowledgements are not read");
     statistics_.repeated_responses++;
     acknowledge(response.id, is_large);
     return;
@@ -685,29 +723,31 @@ void Session::on(Seconds now, const Response& response) {
     finish(now, *call);
     return;
   }
-  if (call->deadline <= now) {
-    // `tick` was about to do the same.
-    acknowledge(response.id, is_large);
-    emit(Event::Kind::expired, *call);
-    if (!response.failed) emit(Event::Kind::discarded, *call).body = response.body;
-    finish(now, *call);
-    return;
-  }
   if (response.failed) {
     acknowledge(response.id, is_large);
-    if (!retry_later(now, *call, response.body)) respond_to_call(now, *call, Event::Kind::error, response.body);
+    if (call->deadline <= now) respond_to_call(now, *call, Event::Kind::expired, {});
+    else if (!retry_later(now, *call, response.body)) respond_to_call(now, *call, Event::Kind::error, response.body);
     return;
   }
   call->response = std::make_unique<Arriving>();
   call->response->body = response.body;
   call->response->sizes = response.attachments;
   call->response->left = total;
-  if (total) return;
-  acknowledge(response.id, is_large);
-  Event& event = emit(Event::Kind::response, *call);
-  event.body = std::move(call->response->body);
-  event.attachments.resize(response.attachments.size());
-  finish(now, *call);
+  if (!total) response_arrived(now, *call);
+}
+
+void Session::response_arrived(Seconds now, OutboundCall& call) {
+  Arriving& response = *call.response;
+  response.blocks.resize(response.sizes.size());  // empty ones at the end have not begun
+  bool is_large = counted(response.body, response.sizes.size()) ||
+                  std::ranges::any_of(response.sizes, [](uint64_t size) { return size > 0; });
+  acknowledge(call.id, is_large);
+  bool is_late = call.deadline <= now;  // `tick` was about to say so
+  if (is_late) emit(Event::Kind::expired, call);
+  Event& event = emit(is_late ? Event::Kind::discarded : Event::Kind::response, call);
+  event.body = std::move(response.body);
+  if (!is_late) event.attachments = std::move(response.blocks);
+  finish(now, call);
 }
 
 void Session::on(Seconds now, const Chunk& chunk) {
@@ -777,6 +817,7 @@ std::span<uint8_t> Session::place() const {
 }
 
 void Session::received_in_place(Seconds now, size_t size) {
+  size = std::min<uint64_t>(size, chunk_left_);
   statistics_.received_bytes += size;
   advance_chunk(now, size);
 }
@@ -792,17 +833,8 @@ void Session::advance_chunk(Seconds now, size_t size) {
     return;
   }
   uint64_t id = chunk_of_.second;
-  if (!chunk_of_.first) {
-    request_arrived(*inbound(id));
-    return;
-  }
-  OutboundCall& call = *call_by_id(id);
-  acknowledge(id, true);
-  Event& event = emit(Event::Kind::response, call);
-  event.body = std::move(message->body);
-  message->blocks.resize(message->sizes.size());
-  event.attachments = std::move(message->blocks);
-  finish(now, call);
+  if (!chunk_of_.first) request_arrived(*inbound(id));
+  else response_arrived(now, *call_by_id(id));
 }
 
 void Session::on(Seconds, const Cancel& cancel) {
@@ -830,7 +862,10 @@ void Session::on(Seconds, const Acknowledge& acknowledge) {
   for (uint64_t id : acknowledge.ids) {
     InboundCall* call = inbound(id);
     if (!call || call->state != InboundCall::State::responded) continue;
-    stop_sending({true, id}, call->packet);
+    auto packet = call->packet.lock();
+    if (packet && !packet->taken && !call->replaced)
+      throw ProtocolError("an acknowledgement of a response that was not sent");
+    stop_sending({true, id}, call->response.get(), packet);
     inbound_.erase(id);
   }
 }
@@ -839,7 +874,7 @@ void Session::on(Seconds, const Goodbye& goodbye) {
   Event& event = emit(Event::Kind::goodbye, 0);
   event.flag = goodbye.leaving;
   event.body = goodbye.error;
-  end();
+  heard_goodbye_ = true;
 }
 
 // -- time
@@ -919,9 +954,14 @@ Session::Statistics Session::statistics() const {
   Statistics statistics = statistics_;
   statistics.calls = calls_.size();
   statistics.inbound_calls = inbound_.size();
-  statistics.kept_back = kept_back_.size();
+  statistics.kept_back =
+      std::ranges::count_if(kept_back_, [&](CallHandle handle) { return calls_.contains(handle); });
   statistics.bytes_in_window = bytes_in_window_;
   statistics.quota_bytes = quota_used_;
+  for (const auto& [_, call] : calls_by_id_)
+    if (call->response) statistics.arrived_bytes += call->response->arrived_bytes();
+  for (const auto& [_, call] : inbound_)
+    if (call->request) statistics.arrived_bytes += call->request->arrived_bytes();
   return statistics;
 }
 

@@ -42,6 +42,9 @@ constexpr Seconds NEVER = 1e300;
 // the peer was too busy for it.
 using CallHandle = uint64_t;
 
+// More attachments than this are refused: their sizes take little of a frame, but memory where they arrive.
+constexpr size_t MOST_ATTACHMENTS = 1 << 16;
+
 struct Settings {
   uint64_t max_body_bytes = 64 << 20;              // of a message that arrives, without attachments
   uint64_t max_message_bytes = uint64_t{1} << 40;  // of a message that arrives
@@ -82,10 +85,11 @@ struct Event {
     error,      // the call failed; body: the Error
     expired,    // the call's time is over
     no_memory,  // there is no memory for the attachments of the call's response
+    unreachable,  // the call would have had to wait for a connection
     discarded,  // the response to a call that was cancelled, or had expired; its attachments are left out
     cancelled,  // the requester no longer wants the response; id: of the request
-    check,      // all of an outbound message but its last bytes has been sent: see `confirm`
-    goodbye,    // the peer ended the session; body: the Error if there was one
+    check,      // all of an outbound message but its last bytes has been sent; id: for `confirm` or `reject`
+    goodbye,    // the peer ended the session, and `end` is to follow; body: the Error if there was one
   } kind;
   uint64_t id = 0;
   uint32_t method = 0;
@@ -118,6 +122,7 @@ class Session {
 
   struct CallOptions {
     Seconds timeout = NEVER;
+    bool waits_for_connection = true;  // if there is none when the request is to be sent
     bool nested = false;   // made while a request is served: the window never holds it back
     bool checked = false;  // its attachments are checked before their last bytes are sent: see `confirm`
     Cookie cookie;
@@ -127,7 +132,7 @@ class Session {
   // The response is no longer wanted. Returns whether it was awaited.
   bool withdraw(Seconds now, CallHandle handle);
   // How many bytes of large requests the other peer accepts before it responds; 0: any number.
-  void limit_window(uint64_t bytes);
+  void limit_window(Seconds now, uint64_t bytes);
 
   // -- requests of the other peer
 
@@ -138,12 +143,11 @@ class Session {
                Cookie cookie = nullptr);
   bool fail(uint64_t request, std::string_view error);
 
-  // The answer to `check`: the attachments have not been modified since the message was made, so its last bytes,
-  // of which the session has a copy, may go. Otherwise use `withdraw` or `replace_response`: a message that is not
-  // complete is never used.
-  void confirm(bool is_response, uint64_t id);
-  // The response cannot be sent: the requester gets an error instead.
-  void replace_response(uint64_t request, std::string_view error);
+  // The answers to `check`. Either the attachments have not been modified since the message was made, so its last
+  // bytes, of which the session has a copy, may go. Or they have, and the message is never completed: the requester of
+  // a response gets the error instead, and a request is withdrawn.
+  void confirm(uint64_t check);
+  void reject(Seconds now, uint64_t check, std::string_view error);
 
   // -- the connection
 
@@ -157,10 +161,12 @@ class Session {
   // The bytes to write next: small frames up to about `small_bytes`, and one chunk.
   Output take_output(size_t small_bytes = 256 * 1024);
 
-  // Takes bytes that were read. Throws ProtocolError, after which the session is to be closed.
+  // Takes bytes that were read; without a connection, they are of an earlier one and ignored. Throws ProtocolError,
+  // after which the session is to be closed.
   void receive(Seconds now, Bytes bytes);
   // Where the bytes to be read next belong, if they are those of a large attachment; they may be read into this
-  // place instead of being passed to `receive`. `received_in_place` must follow before anything else is received.
+  // place instead of being passed to `receive`, and `received_in_place` must follow. The place is void after any other
+  // call, which may free it.
   std::span<uint8_t> place() const;
   void received_in_place(Seconds now, size_t size);
 
@@ -187,6 +193,7 @@ class Session {
     uint64_t calls = 0, inbound_calls = 0, kept_back = 0;
     uint64_t repeated_requests = 0, repeated_responses = 0, retries = 0;
     uint64_t bytes_in_window = 0, quota_bytes = 0;
+    uint64_t arrived_bytes = 0;  // of messages that are not complete
   };
   Statistics statistics() const;
   // Whether every response with attachments has been acknowledged.
@@ -211,6 +218,7 @@ class Session {
   void start(Seconds now, OutboundCall& call);
   bool enters_window(OutboundCall& call);
   void leave_window(Seconds now, OutboundCall& call);
+  void admit_waiting(Seconds now);
   void put_request(Seconds now, OutboundCall& call);
   bool retry_later(Seconds now, OutboundCall& call, std::string_view error);
   void add_timer(Seconds when, CallHandle handle);
@@ -231,7 +239,7 @@ class Session {
   // output
   std::shared_ptr<Packet> put(std::string bytes);
   std::shared_ptr<Packet> put_message(Key key, const std::shared_ptr<Content>& content, std::string frame);
-  void stop_sending(Key key, const std::shared_ptr<Packet>& packet);
+  void stop_sending(Key key, const Content* content, const std::shared_ptr<Packet>& packet);
   void add_chunk(Output& output);
 
   // input
@@ -250,6 +258,7 @@ class Session {
   void advance_chunk(Seconds now, size_t size);
   void prepare_block(Seconds now);
   void request_arrived(InboundCall& call);
+  void response_arrived(Seconds now, OutboundCall& call);
   void acknowledge(uint64_t id, bool is_large);
 
   Event& emit(Event::Kind kind, uint64_t id);
@@ -259,6 +268,7 @@ class Session {
   Settings settings_;
   std::shared_ptr<Budget> budget_;
   bool attached_ = false, ended_ = false;
+  bool heard_goodbye_ = false;
   std::vector<Event> events_;
   uint64_t random_state_;
 
@@ -274,7 +284,8 @@ class Session {
   std::priority_queue<Timer, std::vector<Timer>, std::greater<Timer>> timers_;
 
   // Requests of the other peer without an acknowledged response.
-  std::unordered_map<uint64_t, std::unique_ptr<InboundCall>> inbound_;
+  // Ordered, since the other peer chooses the ids: it could choose ids that collide in a hash table.
+  std::map<uint64_t, std::unique_ptr<InboundCall>> inbound_;
   uint64_t highest_request_ = 0;
   uint64_t quota_used_ = 0;
   std::vector<uint64_t> to_acknowledge_;
@@ -283,7 +294,12 @@ class Session {
   // Output: frames, and messages of which attachments are being sent.
   std::deque<std::shared_ptr<Packet>> waiting_;
   std::deque<Transfer> transfers_;
-  std::map<Key, std::string> unconfirmed_;  // the last chunks of messages that are being checked
+  struct Unconfirmed {
+    Key key;
+    std::string chunk;  // the last one
+  };
+  std::map<uint64_t, Unconfirmed> unconfirmed_;  // messages that are being checked
+  uint64_t last_check_ = 0;
 
   // Input: a frame of which a part has arrived, or the rest of a chunk.
   std::string partial_;

@@ -12,6 +12,9 @@ from typing_extensions import Buffer
 compiler: str
 """What it was built with, e.g. "g++ 12.2.0"."""
 
+MOST_ATTACHMENTS: int
+"""How many attachments a message may have."""
+
 REQUEST: int
 """A request is to be served. `id` is the request's."""
 RESPONSE: int
@@ -22,14 +25,17 @@ EXPIRED: int
 """The deadline of a call has passed."""
 NO_MEMORY: int
 """There is no memory for the attachments of the response to a call."""
+UNREACHABLE: int
+"""A call that does not wait for a connection would have had to."""
 DISCARDED: int
 """The response to a call that was withdrawn, or had expired; without its attachments."""
 CANCELLED: int
 """The requester no longer wants the response. `id` is the request's."""
 CHECK: int
-"""All of a message but its last bytes has been sent: `confirm` lets them go."""
+"""All of a message but its last bytes has been sent. `id` is for `confirm`, which lets them go, and `reject`.
+"""
 GOODBYE: int
-"""The other peer ended the session. `body` is the serialized link_pb2.Error, or empty."""
+"""The other peer ended the session: `end` is to follow. `body` is the serialized link_pb2.Error, or empty."""
 
 class ProtocolError(Exception):
     """The other peer broke the protocol: the session is to be closed."""
@@ -70,10 +76,10 @@ class Session:
     def __new__(
         cls,
         *,
+        seed: int,
         refusal: bytes,
         cancelled: bytes,
         no_memory: bytes,
-        seed: int = 0,
         budget: Budget = ...,
         max_body_bytes: int = ...,
         max_message_bytes: int = ...,
@@ -96,12 +102,13 @@ class Session:
         nested: bool = False,
         checked: bool = False,
         cookie: object = None,
+        waits_for_connection: bool = True,
         /,
     ) -> int:
         """Sends a request. Returns the handle of the call; 0 if the session has ended."""
 
     def withdraw(self, now: float, handle: int, /) -> bool: ...
-    def limit_window(self, max_bytes: int, /) -> None: ...
+    def limit_window(self, now: float, max_bytes: int, /) -> None: ...
     def open_calls(self) -> list[Any]:
         """The cookies of the calls whose response is awaited."""
 
@@ -119,8 +126,9 @@ class Session:
         """Returns whether the requester gets the response."""
 
     def fail(self, id: int, error: bytes, /) -> bool: ...
-    def confirm(self, is_response: bool, id: int, /) -> None: ...
-    def replace_response(self, id: int, error: bytes, /) -> None: ...
+    def confirm(self, check: int, /) -> None: ...
+    def reject(self, now: float, check: int, error: bytes, /) -> None:
+        """The requester of a response gets the error instead; a request is withdrawn."""
 
     # The connection.
     def attach(self, now: float, /) -> None: ...

@@ -45,7 +45,7 @@ class Peer:
     refused: Counter[bytes] = field(default_factory=Counter)
     open_requests: dict[int, native.Event] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
-    unconfirmed: list[tuple[bool, int]] = field(default_factory=list)
+    unconfirmed: list[int] = field(default_factory=list)
     expected_errors: set[bytes] = field(default_factory=set)
     count: int = 0
 
@@ -56,7 +56,7 @@ class Peer:
         timeout = self.draw.choice([None, None, None, 0.5, 3.0])
         parts = [content(key, index, size) for index, size in enumerate(sizes)]
         nested, checked = self.draw.random() < 0.2, self.draw.random() < 0.3
-        handle = self.session.call(now, METHOD, key, parts, timeout, nested, checked)
+        handle = self.session.call(now, METHOD, key, parts, timeout, nested, checked, key)
         self.calls[handle] = Call(key, sizes, None if timeout is None else now + timeout)
 
     def withdraw_one(self, now: float) -> None:
@@ -92,14 +92,17 @@ class Peer:
     def answer_a_check(self, now: float) -> None:
         if not self.unconfirmed:
             return
-        is_response, id = self.unconfirmed.pop(self.draw.randrange(len(self.unconfirmed)))
+        check = self.unconfirmed.pop(self.draw.randrange(len(self.unconfirmed)))
         if self.draw.random() < 0.8:
-            self.session.confirm(is_response, id)
-        elif is_response:
-            self.session.replace_response(id, FAILED)
-        elif self.calls[id].outcome is None and not self.calls[id].withdrawn:
-            self.calls[id].withdrawn = True
-            assert self.session.withdraw(now, id)
+            self.session.confirm(check)
+            return
+        calls = self.session.statistics()["calls"]
+        before = set(self.session.open_calls())
+        self.session.reject(now, check, FAILED)
+        for key in before - set(self.session.open_calls()):
+            (call,) = [call for call in self.calls.values() if call.key == key]
+            call.withdrawn = True
+        assert self.session.statistics()["calls"] in (calls, calls - 1)
 
     def handle_events(self, now: float) -> None:
         for event in self.session.take_events():
@@ -112,7 +115,7 @@ class Peer:
                 assert event.id not in self.cancelled
                 self.cancelled.add(event.id)
             elif event.kind == native.CHECK:
-                self.unconfirmed.append((event.flag, event.id))
+                self.unconfirmed.append(event.id)
             elif event.kind == native.DISCARDED:
                 call = self.calls[event.id]
                 assert call.withdrawn or (call.outcome is not None and call.outcome.kind == native.EXPIRED)
@@ -121,6 +124,7 @@ class Peer:
             else:
                 assert event.kind in (native.RESPONSE, native.ERROR, native.EXPIRED)
                 call = self.calls[event.id]
+                assert event.cookie == call.key
                 assert call.outcome is None
                 assert not call.withdrawn
                 call.outcome = event

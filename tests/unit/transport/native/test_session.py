@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -139,6 +140,16 @@ class TestDeadlines:
         (request,) = ends.requests()
         assert request.deadline == 10.0
 
+    def test_a_large_response_that_comes_too_late_is_not_one_either(self) -> None:
+        ends = Ends()
+        ends.a.call(0.0, METHOD, b"", [], 2.0)
+        (request,) = ends.requests()
+        ends.b.respond(request.id, b"late", [pattern(3 * BIG)])
+        ends.deliver(ends.b, 1)
+        ends.now = 2.0
+        ends.exchange()
+        assert [event.kind for event in ends.a.take_events()] == [native.EXPIRED, native.DISCARDED]
+
     def test_calls_that_are_over_leave_no_timers(self) -> None:
         ends = Ends()
         for _ in range(5000):
@@ -184,6 +195,20 @@ class TestCancelling:
         ends.a.call(0.0, METHOD, b"next")
         (request,) = ends.requests()
         assert request.body == b"next"
+
+    def test_a_request_that_was_not_written_yet_keeps_no_memory(self) -> None:
+        class Memory(bytearray):
+            pass
+
+        ends = Ends()
+        ends.a.call(0.0, METHOD, b"before it")
+        memory = Memory(BIG)
+        alive = weakref.ref(memory)
+        handle = ends.a.call(0.0, METHOD, b"", [memory])
+        del memory
+        ends.a.withdraw(0.0, handle)
+        gc.collect()
+        assert alive() is None
 
     def test_a_request_that_has_partly_arrived_is_dropped(self) -> None:
         ends = Ends()
@@ -307,6 +332,16 @@ class TestCuts:
         ends.reconnect()
         assert [request.body for request in ends.requests()] == [b"meanwhile"]
 
+    def test_what_comes_without_a_connection_is_ignored(self) -> None:
+        """A thread may still hold what it has read from the connection before."""
+        ends = Ends()
+        ends.a.call(0.0, METHOD, b"", [pattern(BIG)])
+        written = ends.a.take_output()
+        ends.b.detach()
+        ends.b.receive(0.0, written)
+        ends.reconnect()
+        assert len(ends.requests()) == 1
+
     def test_a_replayed_request_is_not_served_again(self) -> None:
         """As an attacker would, or a proxy that repeats what it has seen."""
         ends = Ends()
@@ -418,12 +453,26 @@ class TestWindow:
             assert only(ends.a, native.EXPIRED).id == waiting
         assert [request.body for request in ends.requests()] == [b"fits"]
 
+    def test_requests_that_do_not_wait_for_a_connection_fail_without_one(self) -> None:
+        ends = Ends(a={"max_window_bytes": BIG})
+        first = ends.a.call(0.0, METHOD, b"", [pattern(BIG)])
+        waiting = [
+            ends.a.call(0.0, METHOD, b"", [pattern(BIG)], None, False, False, None, False) for _ in range(3)
+        ]
+        ends.exchange()
+        ends.a.detach()
+        ends.a.withdraw(0.0, first)
+        assert [event.id for event in of_kind(ends.a, native.UNREACHABLE)] == waiting
+        assert ends.a.statistics()["bytes_in_window"] == ends.a.statistics()["kept_back"] == 0
+
     def test_the_limit_may_change(self) -> None:
         ends = Ends()
-        ends.a.limit_window(BIG)
+        ends.a.limit_window(0.0, BIG)
         ends.a.call(0.0, METHOD, b"1", [pattern(BIG)])
         ends.a.call(0.0, METHOD, b"2", [pattern(BIG)])
         assert [request.body for request in ends.requests()] == [b"1"]
+        ends.a.limit_window(0.0, 0)
+        assert [request.body for request in ends.requests()] == [b"2"]
 
 
 class TestQuota:
@@ -507,31 +556,30 @@ class TestQuota:
 class TestChecks:
     def test_the_last_bytes_wait_for_the_check(self) -> None:
         ends = Ends()
-        handle = ends.a.call(0.0, METHOD, b"", [pattern(2 * BIG)], None, False, True)
+        ends.a.call(0.0, METHOD, b"", [pattern(2 * BIG)], None, False, True, "the call")
         assert not ends.requests()
         check = only(ends.a, native.CHECK)
-        assert (check.id, check.flag) == (handle, False)
-        ends.a.confirm(False, handle)
+        assert (check.flag, check.cookie) == (False, "the call")
+        ends.a.confirm(check.id)
         (request,) = ends.requests()
         assert bytes(request.attachments[0]) == pattern(2 * BIG)
 
     def test_what_is_written_after_the_check_is_not_sent(self) -> None:
         ends = Ends()
         memory = bytearray(pattern(BIG))
-        handle = ends.a.call(0.0, METHOD, b"", [memory], None, False, True)
+        ends.a.call(0.0, METHOD, b"", [memory], None, False, True)
         ends.exchange()
-        of_kind(ends.a, native.CHECK)
+        check = only(ends.a, native.CHECK)
         memory[-10:] = bytes(10)
-        ends.a.confirm(False, handle)
+        ends.a.confirm(check.id)
         (request,) = ends.requests()
         assert bytes(request.attachments[0]) == pattern(BIG)
 
     def test_a_request_that_was_modified_never_arrives(self) -> None:
         ends = Ends()
-        handle = ends.a.call(0.0, METHOD, b"", [pattern(BIG)], None, False, True)
+        ends.a.call(0.0, METHOD, b"", [pattern(BIG)], None, False, True)
         ends.exchange()
-        of_kind(ends.a, native.CHECK)
-        ends.a.withdraw(0.0, handle)
+        ends.a.reject(0.0, only(ends.a, native.CHECK).id, FAILED)
         assert not ends.requests()
         assert ends.a.statistics()["calls"] == 0
 
@@ -539,24 +587,26 @@ class TestChecks:
         ends = Ends()
         ends.a.call(0.0, METHOD, b"")
         (request,) = ends.requests()
-        ends.b.respond(request.id, b"", [pattern(BIG)], True)
+        ends.b.respond(request.id, b"", [pattern(BIG)], True, "the response")
         ends.exchange()
         check = only(ends.b, native.CHECK)
-        assert (check.id, check.flag) == (request.id, True)
-        ends.b.replace_response(request.id, FAILED)
+        assert (check.flag, check.cookie) == (True, "the response")
+        ends.b.reject(0.0, check.id, FAILED)
         ends.exchange()
         assert only(ends.a, native.ERROR).body == FAILED
 
     def test_it_is_checked_again_after_a_cut(self) -> None:
         ends = Ends()
-        handle = ends.a.call(0.0, METHOD, b"", [pattern(BIG)], None, False, True)
+        ends.a.call(0.0, METHOD, b"", [pattern(BIG)], None, False, True)
         ends.exchange()
-        of_kind(ends.a, native.CHECK)
+        before = only(ends.a, native.CHECK)
         ends.reconnect()
-        ends.a.confirm(False, handle)  # of the connection before
+        ends.exchange()
+        after = only(ends.a, native.CHECK)
+        ends.a.confirm(before.id)  # of bytes that nobody sends any more
+        ends.a.reject(0.0, before.id, FAILED)
         assert not ends.requests()
-        of_kind(ends.a, native.CHECK)
-        ends.a.confirm(False, handle)
+        ends.a.confirm(after.id)
         assert len(ends.requests()) == 1
 
 
@@ -599,7 +649,27 @@ class TestTheEnd:
         request, goodbye = ends.b.take_events()
         assert request.body == b"last"
         assert (goodbye.kind, goodbye.body, goodbye.flag) == (native.GOODBYE, FAILED, True)
-        assert ends.b.ended
+        ends.b.receive(0.0, b"anything")  # is not read any more
+
+    def test_the_calls_that_a_goodbye_ends_are_known(self) -> None:
+        ends = Ends()
+        ends.b.call(0.0, METHOD, b"", [], None, False, False, "open")
+        withdrawn = ends.b.call(0.0, METHOD, b"", [], None, False, False, "withdrawn")
+        ends.exchange()
+        ends.b.withdraw(0.0, withdrawn)
+        ends.a.close()
+        ends.deliver(ends.a)
+        only(ends.b, native.GOODBYE)
+        assert ends.b.open_calls() == ["open"]
+
+    def test_a_closed_session_reads_nothing_more(self) -> None:
+        ends = Ends()
+        ends.b.call(0.0, METHOD, b"", [pattern(BIG)])
+        ends.a.close()
+        ends.deliver(ends.b)
+        assert not ends.a.take_events()
+        counts = ends.a.statistics()
+        assert counts["inbound_calls"] == counts["quota_bytes"] == 0
 
     def test_nothing_is_left_of_an_ended_session(self) -> None:
         ends = Ends()
@@ -638,7 +708,7 @@ class TestLimits:
         self.break_protocol("limit of 1000 bytes", link_pb2.Frame(request=request), max_message_bytes=1000)
 
     def test_of_attachments(self) -> None:
-        request = link_pb2.Request(id=1, attachments=[0] * ((1 << 20) + 1))
+        request = link_pb2.Request(id=1, attachments=[0] * (native.MOST_ATTACHMENTS + 1))
         self.break_protocol("attachments", link_pb2.Frame(request=request))
 
     @pytest.mark.parametrize("kind", ["request", "cancel"])
@@ -655,6 +725,58 @@ class TestLimits:
     def test_of_requests_at_once(self) -> None:
         request = link_pb2.Frame(request=link_pb2.Request(id=1, attachments=[3]))
         self.break_protocol("twice at once", request, request)
+
+    def test_of_attachments_that_are_small(self) -> None:
+        """They count with what they take in memory."""
+        session = new_session(max_quota_bytes=1_000_000)
+        session.attach(0.0)
+        requests = [link_pb2.Request(id=id, attachments=[0] * 5000) for id in (1, 2)]
+        frames = [link_pb2.Frame(request=request) for request in requests]
+        session.receive(0.0, link_pb2.Envelope(frames=frames).SerializeToString())
+        assert len(of_kind(session, native.REQUEST)) == 1
+        (frame,) = frames_in(session.take_output())
+        assert frame.response.error.SerializeToString() == REFUSAL
+
+    def test_of_numbers(self) -> None:
+        many = link_pb2.Acknowledge(ids=[1] * (17 << 20))
+        self.break_protocol("too many numbers", link_pb2.Frame(acknowledge=many))
+
+    def test_of_responses(self) -> None:
+        for id in (0, 1):
+            response = link_pb2.Response(id=id, body=b"")
+            self.break_protocol("not sent", link_pb2.Frame(response=response))
+
+    def test_of_repeated_responses(self) -> None:
+        session = new_session(max_inbound_calls=100)
+        session.attach(0.0)
+        session.call(0.0, METHOD, b"")
+        session.take_output()
+        again = link_pb2.Envelope(frames=[link_pb2.Frame(response=link_pb2.Response(id=1, body=b""))])
+        with pytest.raises(native.ProtocolError, match="not read"):
+            session.receive(0.0, again.SerializeToString() * 200)
+
+    def test_of_acknowledgements(self) -> None:
+        """A peer that acknowledges what it cannot have got would have us keep no count of it."""
+        cancel = link_pb2.Frame(cancel=link_pb2.Cancel(id=1))
+        acknowledge = link_pb2.Frame(acknowledge=link_pb2.Acknowledge(ids=[1]))
+        self.break_protocol("not sent", cancel, acknowledge)
+
+    def test_of_time_for_ids_that_a_peer_chooses(self) -> None:
+        """Multiples of a number of hash buckets, say: it must not take longer than with other ids."""
+
+        def seconds(step: int) -> float:
+            session = new_session()
+            session.attach(0.0)
+            cancels = [link_pb2.Frame(cancel=link_pb2.Cancel(id=i * step)) for i in range(1, 20_000)]
+            data = link_pb2.Envelope(frames=cancels).SerializeToString()
+            before = time.thread_time()
+            session.receive(0.0, data)
+            return time.thread_time() - before
+
+        primes = (10_273, 20_753, 42_043, 85_229)
+        assert min(max(seconds(prime) for prime in primes) for _ in range(3)) < 10 * max(
+            seconds(1) for _ in range(3)
+        )
 
     def test_of_ids(self) -> None:
         self.break_protocol("without an id", link_pb2.Frame(request=link_pb2.Request()))
@@ -682,6 +804,11 @@ def test_a_cancelled_request_gets_the_error_for_it() -> None:
 
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="refusal"):
-        native.Session()
+        native.Session(seed=1)  # type: ignore[call-arg]
+    for wrong in (-1, 1 << 64):
+        with pytest.raises(OverflowError):
+            new_session(max_message_bytes=wrong)
+    with pytest.raises(ValueError, match="max_body_bytes"):
+        new_session(max_body_bytes=(1 << 64) - 1)
     with pytest.raises(ValueError, match="chunk_bytes"):
         new_session(chunk_bytes=0)
