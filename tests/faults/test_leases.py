@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -19,10 +20,14 @@ from tests.integration.daemons import DEADLINE
 
 import gradwire as gw
 import gradwire_server as gws
+from gradwire import wire
 from gradwire.api.workers import RemoteWorker
+from gradwire.autograd.contexts import DistAutogradContext
+from gradwire.peers.current import default_peer
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, value_pb2
 from gradwire.transport import LinkSettings
+from gradwire.wire.ids import AutogradMessageId, ContextId
 
 # Forking a process that has loaded torch, but has not used gRPC yet, makes many real clients cheap.
 CLIENTS = """
@@ -178,3 +183,125 @@ def test_refs_in_a_reply_that_nobody_waits_for_are_released() -> None:
         # As they are when they are read and dropped.
         assert len(handle.make()) == 2
         wait_for(lambda: not worker._objects.counts.total, "the refs being dropped")
+
+
+class Chain:
+    """Workers a, b and c. The program calls a, a calls b, and b calls c, which makes contexts on b."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, gws.Worker] = {}
+        self.before_b_returns: Callable[[], None] = lambda: None
+
+    def call_b(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = gw.connect(self.workers["b"].address).call_c(x)
+        return result
+
+    def call_c(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = gw.connect(self.workers["c"].address).triple(x)
+        self.before_b_returns()
+        return result
+
+    def call_b_without_gradients(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = gw.connect(self.workers["b"].address).call_c_with_gradients(x)
+        return result
+
+    def call_c_with_gradients(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return self.call_c(x.clone().requires_grad_())
+
+    def triple(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    def let_leases_run_out(self) -> None:
+        for worker in self.workers.values():
+            worker._peer.engine.leases.sweep(0.0)
+
+    def contexts_on(self, name: str) -> list[DistAutogradContext]:
+        return self.workers[name]._peer.engine.container.contexts()
+
+
+@pytest.fixture
+def chain() -> Iterator[Chain]:
+    made = Chain()
+    with (
+        gws.Worker(made.triple) as c,
+        gws.Worker(made.call_c, made.call_c_with_gradients) as b,
+        gws.Worker(made.call_b, made.call_b_without_gradients) as a,
+    ):
+        made.workers.update(a=a, b=b, c=c)
+        yield made
+
+
+@pytest.mark.parametrize("opens_context", [False, True])
+def test_the_lease_does_not_end_a_context_that_came_to_be_in_a_request_which_still_runs(
+    chain: Chain, opens_context: bool
+) -> None:
+    chain.before_b_returns = chain.let_leases_run_out
+    x = torch.ones(2, requires_grad=True)
+    with gw.connect(chain.workers["a"].address) as worker:
+        if opens_context:
+            with gw.context() as context:
+                context.backward(worker.call_b(x).sum())
+                found = context.gradients()[x]
+        else:
+            worker.call_b(x).sum().backward()
+            assert x.grad is not None
+            found = x.grad
+    assert torch.equal(found, torch.full((2,), 3.0))
+
+
+def test_the_lease_does_not_end_a_context_while_a_peer_that_made_a_request_in_it_is_linked(
+    chain: Chain,
+) -> None:
+    with gw.connect(chain.workers["a"].address) as worker, gw.context():
+        worker.call_b(torch.ones(2))  # no message is kept: b only remembers that c knows the context
+        (context,) = chain.contexts_on("b")
+        assert context.peers == {chain.workers["a"]._peer.identity.id}
+        chain.let_leases_run_out()
+        assert chain.contexts_on("b") == [context]
+    wait_for(lambda: not chain.contexts_on("b"), "a's word that it has ended")
+
+
+def test_a_context_stays_if_its_owner_closes_a_link_during_a_request_of_another_peer(chain: Chain) -> None:
+    direct = gw.connect(chain.workers["b"].address)
+    direct.ping(DEADLINE)
+    peer_of_b = chain.workers["b"]._peer
+
+    def close() -> None:
+        direct.close()
+        wait_for(lambda: peer_of_b.find_link(default_peer().identity.id) is None, "the link being closed")
+
+    chain.before_b_returns = close
+    x = torch.ones(2, requires_grad=True)
+    with gw.connect(chain.workers["a"].address) as worker:
+        worker.call_b(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+def test_the_lease_ends_a_context_if_nobody_will_say_that_it_has_ended(chain: Chain) -> None:
+    """A peer that calls with gradients off does not remember whom it took the context to."""
+    with gw.connect(chain.workers["a"].address) as worker:
+        with torch.no_grad(), gw.context():
+            worker.call_b_without_gradients(torch.ones(2))
+        assert chain.contexts_on("b")
+        chain.let_leases_run_out()
+        assert not chain.contexts_on("b")
+
+
+def test_the_lease_does_not_end_a_context_that_came_to_be_in_a_unary_request(chain: Chain) -> None:
+    chain.before_b_returns = chain.let_leases_run_out
+    encoder = wire.Encoder(attach_from=None)
+    request = autograd_pb2.ForwardWithAutogradRequest(function="call_c")
+    request.args.append(encoder.value(torch.ones(2, requires_grad=True), "x"))
+    table, _ = encoder.finish()
+    request.tensors.CopyFrom(table)
+    ContextId(77, 5).write(request.autograd.context)
+    AutogradMessageId(77, 1).write(request.autograd.message)
+    with grpc.insecure_channel(chain.workers["b"].address) as channel:
+        forward = channel.unary_unary("/gradwire.v1.Worker/ForwardWithAutograd")
+        response = forward(request.SerializeToString(), timeout=DEADLINE)
+        assert autograd_pb2.ForwardWithAutogradResponse.FromString(response).HasField("autograd")
+        assert chain.contexts_on("b")
+        chain.let_leases_run_out()  # now that nothing is served
+        assert not chain.contexts_on("b")

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,7 +20,7 @@ from gradwire.autograd.gradients import added
 from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
 from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.errors import NotFound, StepRefused
-from gradwire.system.accounting import InUse, Tally
+from gradwire.system.accounting import Tally
 from gradwire.torch_internals import version_of
 from gradwire.transport.base import Link
 from gradwire.wire.ids import AutogradMessageId, ContextId
@@ -44,10 +45,9 @@ class DistAutogradContext:
         """The links that calls of this context went over. The workers at their other ends hold a part of the
         context."""
         self.peers: set[int] = set()
-        """The peers whose requests named the context. While any of these peers is linked, the lease does not
-        end it."""
-        self.users = 0
-        """How many requests are being served in the context. Until they end, the lease does not end it."""
+        """The peers that made requests in the context and will say when it ends, also those whose request
+        was being served when the context came to be. While any of them is linked, the lease does not end
+        it."""
         self._lock = threading.Lock()
         # Weak keys: the gradient of a leaf that a function made for a single call is freed with the leaf.
         self._gradients = WeakTensorKeyDictionary()
@@ -130,6 +130,37 @@ class DistAutogradContext:
                     self._gradients[leaf] = change(self._gradients[leaf])
 
 
+class _Requests:
+    """The requests that are being served in one context, which may not exist yet."""
+
+    __slots__ = ("count", "requesters")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.requesters: set[int] = set()
+
+
+class _InUse:
+    """A block in which a request is served in contexts."""
+
+    __slots__ = ("_container", "_ids", "_requester")
+
+    def __init__(
+        self, container: DistAutogradContainer, ids: Sequence[ContextId], requester: int | None
+    ) -> None:
+        self._container = container
+        self._ids = ids
+        self._requester = requester
+
+    def __enter__(self) -> None:
+        for id in self._ids:
+            self._container._begin_use(id, self._requester)
+
+    def __exit__(self, *_: object) -> None:
+        for id in self._ids:
+            self._container._end_use(id)
+
+
 class DistAutogradContainer:
     """All contexts of a peer, and the messages in them."""
 
@@ -140,6 +171,8 @@ class DistAutogradContainer:
         self._results: dict[AutogradMessageId, SentResults] = {}
         self._segments: dict[AutogradMessageId, RemoteGraphSegment] = {}
         self._ended: dict[ContextId, None] = {}
+        self._requests: dict[ContextId, _Requests] = {}
+        """Those that are being served, by id: most contexts come to be during their first request."""
         self.counts = Tally()
         """How many contexts each owner has."""
         self.result_bytes = Tally()
@@ -156,6 +189,8 @@ class DistAutogradContainer:
                     raise NotFound(f"context {id} has ended, or its lease ran out")
                 context = self._contexts[id] = DistAutogradContext(id)
                 self.counts.add(id.peer, 1)
+                if id in self._requests:
+                    context.peers.update(self._requests[id].requesters)
             context.last_used = time.monotonic()
             return context
 
@@ -166,9 +201,35 @@ class DistAutogradContainer:
                 context.last_used = time.monotonic()
             return context
 
-    def in_use(self, id: ContextId | None) -> InUse:
-        """A block in which a request is served in a context; None for a request without a context."""
-        return InUse(self._lock, None if id is None else self._contexts.get(id))
+    def in_use(self, *ids: ContextId | None, requester: int | None) -> AbstractContextManager[None]:
+        """A block in which a request is served in contexts, whether they exist or not. Until it ends, the
+        lease does not end them. None: the request names no such context.
+
+        `requester` is the peer that will say when they end; None if no peer will.
+        """
+        return _InUse(self, [id for id in ids if id is not None], requester)
+
+    def _begin_use(self, id: ContextId, requester: int | None) -> None:
+        with self._lock:
+            requests = self._requests.get(id)
+            if requests is None:
+                requests = self._requests[id] = _Requests()
+            requests.count += 1
+            if requester is not None:
+                requests.requesters.add(requester)
+                context = self._contexts.get(id)
+                if context is not None:
+                    context.peers.add(requester)
+
+    def _end_use(self, id: ContextId) -> None:
+        with self._lock:
+            requests = self._requests[id]
+            requests.count -= 1
+            if not requests.count:
+                del self._requests[id]
+            context = self._contexts.get(id)
+            if context is not None:
+                context.last_used = time.monotonic()
 
     def contexts(self) -> list[DistAutogradContext]:
         with self._lock:
@@ -181,9 +242,7 @@ class DistAutogradContainer:
 
     def keep_results(self, sent: SentResults) -> None:
         with self._lock:
-            context = self.get(sent.context)
-            context.results.add(sent.id)
-            context.peers.add(sent.peer)
+            self.get(sent.context).results.add(sent.id)
             self._results[sent.id] = sent
             self.result_bytes.add(sent.context.peer, sent.bytes)
 
@@ -280,12 +339,13 @@ class DistAutogradContainer:
         return dropped
 
     def unused(self, seconds: float, is_linked: Callable[[int], bool]) -> list[ContextId]:
-        """Contexts that were not used for so many seconds, of clients that have no link to this peer."""
+        """Contexts that were not used for so many seconds, where neither the owner nor any of `peers` has a
+        link to this peer."""
         before = time.monotonic() - seconds
         return [
             context.id
             for context in self.contexts()
             if context.last_used < before
-            and not context.users
+            and context.id not in self._requests
             and not any(map(is_linked, (context.id.peer, *tuple(context.peers))))
         ]

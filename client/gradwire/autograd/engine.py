@@ -69,8 +69,6 @@ class DistEngine:
     ) -> None:
         """Adds the gradient of a leaf of this process to a context."""
         context = self.container.get(into)
-        if run.requester is not None:
-            context.peers.add(run.requester)
         # What still runs of a backward that failed no longer counts once its caller has gone on.
         is_added = context.accumulate(leaf, gradient, unless=partial(self.passes.is_over, run.pass_id))
         if is_added and post_accumulate_grad_hooks(leaf):

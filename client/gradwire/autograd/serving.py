@@ -76,7 +76,8 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     encoder = wire.Encoder(attach_from=None) if link is None else wire.Encoder(inline_bytes=link.inline_bytes)
     # The context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
     scope = current_scope().for_request(context, request.detect_anomaly)
-    with entered(scope), engine.container.in_use(context), detecting_anomaly(request.detect_anomaly):
+    in_use = engine.container.in_use(context, run.collect_into, requester=run.requester)
+    with entered(scope), in_use, detecting_anomaly(request.detect_anomaly):
         if request.create_graph:
             with torch.enable_grad():
                 what_came = f"the gradients for {what}"
@@ -167,7 +168,8 @@ def _run_suspended(
     engine: DistEngine, run: BackwardRun, context: ContextId, root: torch.Tensor, detect_anomaly: bool
 ) -> None:
     """What a suspended backward runs, on its own thread."""
-    with entered(current_scope()), engine.container.in_use(context), detecting_anomaly(detect_anomaly):
+    in_use = engine.container.in_use(context, run.collect_into, requester=run.requester)
+    with entered(current_scope()), in_use, detecting_anomaly(detect_anomaly):
         _backward(engine, run, context, [root], [torch.zeros(())])
 
 

@@ -105,8 +105,14 @@ class Servicer:
         release_numbers: list[int] = []
         is_sent = False
         try:
-            with entered(scope), applied_modes(request.modes), engine.container.in_use(context):
-                response, attachments = self._executor.execute(request, server_call, context, release_numbers)
+            with entered(scope), applied_modes(request.modes):
+                # With gradients off, a requester does not say when a context ends (`messages.send_call`).
+                link = server_call.link
+                requester = link.peer.id if link is not None and torch.is_grad_enabled() else None
+                with engine.container.in_use(context, requester=requester):
+                    response, attachments = self._executor.execute(
+                        request, server_call, context, release_numbers
+                    )
             is_sent = engine.releases.respond(server_call, response, attachments)
         finally:
             if release_numbers and not is_sent:
