@@ -16,7 +16,7 @@
     │   ├── AlreadyExists (ValueError)      the name is taken
     │   ├── StaleParameters (RuntimeError)  parameters were stepped between a forward and its backward
     │   ├── StepRefused (RuntimeError)      an optimizer step was not made, on any worker
-    │   ├── StepTorn (RuntimeError)         a step was made on some workers only, or may have been
+    │   ├── StepTorn (RuntimeError)         a step was made on some workers only or in part, or may have been
     │   ├── NotFound (LookupError)          the worker does not hold the context, message or ref (any more)
     │   ├── PermissionDenied (PermissionError)
     │   ├── ResourceExhausted               a limit was reached; `retry_after` may say when to try again
@@ -210,10 +210,11 @@ class StepRefused(CallRefused, RuntimeError):
 
 
 class StepTorn(CallRefused, RuntimeError):
-    """An optimizer step was made on some workers, and on other workers it was not, or may not have been.
+    """An optimizer step was made on some workers, and on other workers it was not, or may not have been. Or
+    an optimizer raised in the middle of the step.
 
     Continue from a checkpoint: a repeated step would be made twice on the workers that made it. The step was
-    not made in this process.
+    not made in this process, unless it was the optimizer here that raised.
     """
 
     made: tuple[str, ...] = ()

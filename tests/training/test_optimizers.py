@@ -17,6 +17,7 @@ from torch import nn
 
 import gradwire as gw
 import gradwire.training.distributed_step
+import gradwire.training.stepping
 from gradwire.api import calls
 from gradwire.training.distributed_step import DistributedStep
 from gradwire_server.objects.optimizers import WorkerOptimizer
@@ -616,9 +617,55 @@ class TestLostAnswers:
             trained.opt.step()
         assert caught.value.made == (a.worker.address,)
         assert caught.value.failed == (b.worker.address,)
+        assert f"made in part on {b.worker.address}" in str(caught.value)
+        assert "not made" not in str(caught.value)
         (failed,) = (one for one in b.worker._objects.optimizers if one._half_made)
-        with pytest.raises(gw.StepRefused, match="in the middle of this step"):
+        with pytest.raises(gw.StepTorn, match="in the middle of this step"):
             failed.commit(failed._half_made)  # a second commit does not say that the step was made
+
+    @pytest.mark.parametrize("count", [0, 1, 2])
+    @pytest.mark.parametrize(
+        "error",
+        [
+            gw.StepRefused("of another optimizer"),
+            gw.NotFound("of a nested call"),
+            gw.Unavailable("the worker that gets the metrics is shutting down"),
+            gw.WorkerLost("the one that gets the metrics"),
+        ],
+        ids=lambda error: type(error).__name__,
+    )
+    def test_what_an_optimizer_raises_after_a_change_is_no_word_that_nothing_was_done(
+        self, a: Served, b: Served, monkeypatch: pytest.MonkeyPatch, error: gw.GradwireError, count: int
+    ) -> None:
+        """On the last of so many workers, or in this process."""
+        layers = [served.handle.create("Layer", 4, seed=1) for served in (a, b)[:count]] or [models.Layer(4)]
+        before = [{key: value.clone() for key, value in layer.state_dict().items()} for layer in layers]
+        opt = gw.optim.DistributedOptimizer(torch.optim.SGD, layers, lr=0.1)
+        nn.Sequential(*layers)(X).sum().backward()
+        step = torch.optim.SGD.step
+        fails = [one._optimizer for one in (a, b)[count - 1].worker._objects.live_optimizers()]
+        steps = 0
+
+        def step_and_fail(self: torch.optim.SGD, *args: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            step(self, *args)
+            if not count or any(self is one for one in fails):
+                if isinstance(error, gw.StepRefused):
+                    error.reason = "busy"  # after which a step is tried again
+                raise error
+
+        # The dry run, too, makes a step.
+        monkeypatch.setattr(gradwire.training.stepping.DryRun, "refusal", lambda *_: None)
+        monkeypatch.setattr(torch.optim.SGD, "step", step_and_fail)
+        with pytest.raises(gw.StepTorn, match=f"{type(error).__name__}: {error}") as caught:
+            opt.step()
+        assert steps == max(count, 1)  # each once
+        assert not any(same(layer.state_dict(), old) for layer, old in zip(layers, before, strict=True))
+        addresses = [served.worker.address for served in (a, b)[:count]]
+        assert caught.value.made == tuple(addresses[:-1])
+        assert caught.value.failed == tuple(addresses[-1:])
+        assert "not made" not in str(caught.value)
 
     def test_what_failed_before_the_step_is_known_not_to_be_made(
         self, a: Served, monkeypatch: pytest.MonkeyPatch

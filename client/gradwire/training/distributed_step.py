@@ -130,7 +130,11 @@ def without_deadline() -> AbstractContextManager[None]:
 
 
 def _outcome(remote: RemoteOptimizer, ticket: int, error: GradwireError, *, was_sent: bool) -> str:
-    """The `StepOutcome` on a worker whose request failed with an error."""
+    """The `StepOutcome` on a worker whose request failed with an error.
+
+    The worker raises StepRefused, NotFound and Unavailable only before it makes a step; if the optimizer
+    raises them, they arrive as StepTorn (`stepping.failed_step`).
+    """
     if not was_sent or isinstance(error, StepRefused | NotFound | Unavailable):
         return StepOutcome.NOT_MADE
     try:
@@ -139,10 +143,18 @@ def _outcome(remote: RemoteOptimizer, ticket: int, error: GradwireError, *, was_
         return StepOutcome.UNKNOWN
 
 
+_WHERE = (
+    ("made on", StepOutcome.MADE),
+    ("made in part on", StepOutcome.HALF_MADE),
+    ("maybe made on", StepOutcome.UNKNOWN),
+    ("not made on", StepOutcome.NOT_MADE),
+)
+
+
 def _step_torn(
     outcomes: Sequence[tuple[str, str]], failures: Sequence[tuple[RemoteOptimizer, GradwireError]]
 ) -> StepTorn:
-    """The error for a step that some workers made, or may have made, and other workers did not make."""
+    """The error for a step that some workers made, or may have made or made in part, and others did not."""
     remote, cause = failures[0]
     torn = StepTorn(worker=remote.worker.target)
     torn.made = tuple(target for target, outcome in outcomes if outcome == StepOutcome.MADE)
@@ -150,8 +162,11 @@ def _step_torn(
     torn.failed = tuple(
         target for target, outcome in outcomes if outcome not in (StepOutcome.MADE, StepOutcome.UNKNOWN)
     )
-    workers = (("made on", torn.made), ("maybe made on", torn.unknown), ("not made on", torn.failed))
-    where = ", ".join(f"{outcome} {' and '.join(targets)}" for outcome, targets in workers if targets)
+    where = ", ".join(
+        f"{words} {' and '.join(targets)}"
+        for words, outcome in _WHERE
+        if (targets := [target for target, became in outcomes if became == outcome])
+    )
     reasons = "; ".join(f"{remote.worker.target}: {error}" for remote, error in failures)
     torn.message = f"the step was {where}; go on from a checkpoint ({reasons})"
     torn.__cause__ = cause

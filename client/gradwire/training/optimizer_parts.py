@@ -24,7 +24,7 @@ from gradwire.peers.current import current_peer
 from gradwire.peers.shared_links import Reconnect
 from gradwire.runtime.scope import current_scope, entered
 from gradwire.training.modules import RemoteParameters
-from gradwire.training.stepping import DryRun, unscaled, values_of
+from gradwire.training.stepping import DryRun, failed_step, unscaled, values_of
 from gradwire.transport import Link
 
 __all__ = [
@@ -205,7 +205,10 @@ class LocalOptimizer:
         with borrowed_grad(self.parameters):
             for parameter in self.parameters:
                 parameter.grad = gradients.get(parameter)
-            self.optimizer.step()
+            try:
+                self.optimizer.step()
+            except GradwireError as error:
+                raise failed_step(error) from error
 
 
 class RemoteOptimizer:

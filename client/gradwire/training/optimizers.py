@@ -152,8 +152,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, context: Context | None = None) -> None:  # type: ignore[override]
         """Steps all parameters with the gradients of plain backward, or with those of a context.
 
-        Raises `StepRefused` if the step was made nowhere, and `StepTorn` if it was made on some workers only,
-        or may have been. In both cases the parameters in this process are unchanged.
+        Raises `StepRefused` if the step was made nowhere, and `StepTorn` if it was made on some workers only
+        or in part, or may have been. In both cases the parameters in this process are unchanged, unless the
+        optimizer in this process raised in the middle of its step.
         """
         if callable(context):
             raise TypeError("a closure is not supported: run backward first, then step")

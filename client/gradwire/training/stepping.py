@@ -9,6 +9,7 @@ from typing import Any, Final, TypedDict
 
 import torch
 
+from gradwire.errors import GradwireError, StepTorn
 from gradwire.torch_internals import coo_values, unscale_and_check
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "StepOutcome",
     "StepRequest",
     "StepSettings",
+    "failed_step",
     "sum_of_powers",
     "unscaled",
     "values_of",
@@ -32,6 +34,14 @@ class StepOutcome:
     UNKNOWN: Final = "unknown"
     """The worker cannot be reached, or has lost the optimizer since (a restart, the end of the lease) and
     cannot know."""
+
+
+def failed_step(error: GradwireError) -> StepTorn:
+    """What to raise if an optimizer, or a hook of it, raised an error of gradwire in the middle of a step.
+
+    Its type speaks of another request than this step, and must not be taken for a word that nothing was done.
+    """
+    return StepTorn(f"the optimizer failed in the middle of the step: {type(error).__name__}: {error}")
 
 
 class StepSettings(TypedDict):

@@ -13,8 +13,15 @@ import torch
 
 import gradwire
 from gradwire.autograd import borrowed_grad
-from gradwire.errors import StepRefused, WrongArguments
-from gradwire.training.stepping import DryRun, StepOutcome, StepRequest, sum_of_powers, unscaled
+from gradwire.errors import GradwireError, StepRefused, StepTorn, WrongArguments
+from gradwire.training.stepping import (
+    DryRun,
+    StepOutcome,
+    StepRequest,
+    failed_step,
+    sum_of_powers,
+    unscaled,
+)
 from gradwire_server.objects.registry import Registry
 from gradwire_server.objects.store import ObjectStore
 from gradwire_server.objects.stored import StoredObject, parameter_sets_of
@@ -180,7 +187,7 @@ class WorkerOptimizer:
         """Makes the step that was prepared. A second commit of the same step does nothing."""
         with self._lock:
             if ticket == self._half_made:
-                raise _refused("error", "the optimizer failed in the middle of this step")
+                raise StepTorn("the optimizer failed in the middle of this step")
             if ticket == self._commit_begun:
                 return
             prepared = self._begin_commit(ticket)
@@ -327,8 +334,10 @@ class WorkerOptimizer:
                 parameter.grad = gradient
             try:
                 self._optimizer.step()
-            except BaseException:
+            except BaseException as error:
                 self._half_made = prepared.ticket
+                if isinstance(error, GradwireError):
+                    raise failed_step(error) from error
                 raise
             self.changes += 1
 
