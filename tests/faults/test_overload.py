@@ -19,6 +19,7 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE, Daemon
 
 import gradwire as gw
+import gradwire.transport.retry_queue
 import gradwire_server as gws
 from gradwire.api.workers import RemoteWorker
 from gradwire.peers.local import LocalPeer
@@ -137,17 +138,6 @@ def most_memory(daemon: Daemon) -> int:
     """The most bytes that it ever had in memory."""
     status = Path(f"/proc/{daemon.process.pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-
-
-def test_a_call_that_finds_no_room_in_its_time_says_so(launch: Launch) -> None:
-    daemon = launch(SERVED, "--threads", "1", "--max-queued-calls", "1")
-    with gw.connect(daemon.address) as worker:
-        busy = [worker.call_async("work", 3.0) for _ in range(2)]
-        wait_for(lambda: worker.inspect().calls == 2, "both places being taken")
-        with pytest.raises((gw.ResourceExhausted, gw.DeadlineExceeded)):
-            worker.call("work", 0.0, timeout=0.3)
-        for future in busy:
-            assert future.result() == 3.0
 
 
 def test_a_greedy_client_does_not_starve_a_modest_one(launch: Launch) -> None:
@@ -294,10 +284,23 @@ class Busy:
                     call.result(DEADLINE)
 
 
+def call_once(worker: RemoteWorker, function: str) -> None:
+    """Calls a function that has no time limit, but is not tried again when it is refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradwire.transport.retry_queue, "_PATIENCE_SECONDS", 0.0)
+        worker.call(function)
+
+
+def test_a_call_that_finds_no_room_in_its_time_says_so() -> None:
+    with Busy().running() as address, gw.connect(address) as worker:
+        with pytest.raises((gw.ResourceExhausted, gw.DeadlineExceeded)):
+            worker.call("occupy", timeout=0.3)
+
+
 def test_a_refusal_says_that_nothing_ran_and_may_be_tried_again() -> None:
     with Busy().running() as address, gw.connect(address) as worker:
         with pytest.raises(gw.ResourceExhausted) as caught:
-            worker.call("occupy", timeout=0.5)
+            call_once(worker, "occupy")
     assert caught.value.not_started
     assert caught.value.retryable
 
@@ -307,7 +310,8 @@ def test_a_refusal_further_on_does_not_make_a_function_run_twice() -> None:
 
     def relay(address: str) -> None:
         runs.append(address)
-        gw.connect(address).call("occupy", timeout=0.5)
+        if len(runs) == 1:
+            call_once(gw.connect(address), "occupy")
 
     with (
         Busy().running() as address,
@@ -315,7 +319,7 @@ def test_a_refusal_further_on_does_not_make_a_function_run_twice() -> None:
         gw.connect(worker.address) as handle,
         pytest.raises(gw.ResourceExhausted) as caught,
     ):
-        handle.call("relay", address, timeout=20)
+        handle.call("relay", address)
     assert len(runs) == 1
     assert not caught.value.not_started, "relay has run"
     assert caught.value.retryable
@@ -343,7 +347,7 @@ def test_retries_of_grpc_do_not_make_a_function_run_twice() -> None:
 
     def relay(address: str) -> None:
         runs.append(address)
-        gw.connect(address).call("occupy", timeout=0.5)
+        call_once(gw.connect(address), "occupy")
 
     with Busy().running() as address, gws.Worker(relay, name="relay") as worker:
         request = autograd_pb2.ForwardWithAutogradRequest(function="relay")
@@ -352,6 +356,6 @@ def test_retries_of_grpc_do_not_make_a_function_run_twice() -> None:
         with grpc.insecure_channel(worker.address, options=options) as channel:
             forward = channel.unary_unary("/gradwire.v1.Worker/ForwardWithAutograd")
             with pytest.raises(grpc.RpcError) as caught:
-                forward(request.SerializeToString(), timeout=DEADLINE)
+                forward(request.SerializeToString())
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(runs) == 1
