@@ -60,7 +60,11 @@ class Scope:
 
     def for_request(self, context: ContextId | None, detect_anomaly: bool) -> Scope:
         """A copy for what a request names. Written out, because every call makes one, and `replace` is
-        slower: a new field of the scope that travels with calls has to be added here, too."""
+        slower: a new field of the scope that travels with calls has to be added here, too.
+
+        `waits_for_link` is left out on purpose: that a request has to arrive says nothing of the calls that
+        are made to serve it.
+        """
         return Scope(
             self.peer,
             self.server_call,
