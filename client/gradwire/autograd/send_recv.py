@@ -15,9 +15,11 @@ dependencies. In backward a recv node propagates its gradients without waiting (
 node waits for the contributions (`collect`). Send nodes run when nothing else can, so that remote work
 overlaps with local work.
 
-A worker's own calls to other workers are part of the same graph, so nesting follows by itself. Workers that
-keep state from call to call need no more either, but `kept_state` makes that fast; it takes part at the
-places marked below.
+A worker's own calls to other workers are part of the same graph, so nesting follows by itself. Where a
+process keeps state from call to call, more may lie behind a tensor than the arguments of its own call: then
+`kept_state.graph_segments` finds what `depends_on` has to name, without which gradients would be missing. The
+rest of `kept_state` makes backward through such a graph fast. It takes part in `receive` (`builds_on`,
+`remote_segments`) and, by way of the graph task, in `on_gradients` and `collect`.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def receive(
         arity=len(slots),
         depends_on=[sent for sent in own if sent is not None],
         foreign=[id for id in depends_on if id.peer != engine.peer],
-        builds_on=engine.container.remote_segments(message_ids(metadata.builds_on)),  # kept state
+        builds_on=engine.container.remote_segments(message_ids(metadata.builds_on)),
     )
     if received.builds_on or metadata.may_be_built_on:
         remote_segments.join(received, metadata.may_be_built_on)
