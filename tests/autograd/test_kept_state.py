@@ -209,7 +209,7 @@ def test_workers_that_hold_no_run_open_are_exact_too(
 
 
 def test_a_result_without_gradient_may_come_before_a_later_one_with(trio: Both, leaf: Leaf) -> None:
-    """The run that is held open for both no longer waits for the later one, and goes on without it."""
+    """The backward that is suspended for both no longer waits for the later one, and goes on without it."""
 
     kept: list[torch.Tensor] = []  # results that nobody uses, but that are still there
 
@@ -527,7 +527,7 @@ def check_nothing_is_held(workers: dict[str, gws.Worker]) -> None:
 
 
 def was_held(workers: dict[str, gws.Worker], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs that workers hold open, as they do so."""
+    """The ids of the backwards that workers suspend, as they do so."""
     started: list[str] = []
     start = suspended.SuspendedBackward.start
 

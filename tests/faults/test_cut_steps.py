@@ -48,3 +48,36 @@ def test_a_cut_between_prepare_and_commit_tears_no_step(monkeypatch: pytest.Monk
                 assert torch.equal(model.state_dict()["bias"], bias - 0.5)
             to_near.close()
             to_far.close()
+
+
+@pytest.mark.parametrize("gave_up", [False, True], ids=["still prepared", "given up"])
+def test_a_link_that_has_ended_by_the_commit_is_opened_anew(
+    monkeypatch: pytest.MonkeyPatch, gave_up: bool
+) -> None:
+    """The worker makes the step that it has prepared, if it has not given it up meanwhile."""
+    commit = DistributedStep._commit
+    with gws.Worker(torch.nn.Linear) as near, gws.Worker(torch.nn.Linear) as far:
+        handles = [gw.connect(worker.address) for worker in (near, far)]
+        models = [handle.create("Linear", 2, 2) for handle in handles]
+        before = [model.state_dict()["bias"].clone() for model in models]
+        optimizer = DistributedOptimizer(torch.optim.SGD, models, lr=0.5)
+        sum(model(torch.ones(1, 2)).sum() for model in models).backward()  # type: ignore[union-attr]
+
+        def end_then_commit(step: DistributedStep) -> None:
+            handles[1]._link._end(gw.WorkerLost("cut"), None)
+            if gave_up:
+                for prepared in far._objects.live_optimizers():
+                    prepared.abort(step._ticket)
+            commit(step)
+
+        monkeypatch.setattr(DistributedStep, "_commit", end_then_commit)
+        if gave_up:
+            with pytest.raises(gw.StepTorn, match=f"not made on {far.address}"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        after = [model.state_dict()["bias"] for model in models]
+        assert torch.equal(after[0], before[0] - 0.5)
+        assert torch.equal(after[1], before[1] - (0 if gave_up else 0.5))
+        for handle in handles:
+            handle.close()

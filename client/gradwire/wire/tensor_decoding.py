@@ -71,7 +71,7 @@ class TensorReader:
         self._limits = limits
         self._contents = check_storages(table, attachments)
         self.saved = 0
-        """Buffer that codecs spared."""
+        """Bytes that codecs spared."""
         for content in self._contents:
             if isinstance(content, EncodedStorage):
                 self.saved += content.saved

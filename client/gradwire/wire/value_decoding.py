@@ -65,7 +65,7 @@ class Decoder:
         self.is_shared = self._reader.is_shared
         """Whether several tensors view the same storage."""
         self.saved = self._reader.saved
-        """Buffer that codecs spared."""
+        """Bytes that codecs spared."""
 
     def keep_requires_grad(self) -> None:
         """Makes the tensors that required grad at the sender require grad here, as leaves."""

@@ -3,8 +3,7 @@
 Calls and backwards *read* parameters, any number of them at once. Optimizer steps and loaded states *write*
 parameters, one at a time: a write waits until nothing computes with the parameters, and a call or backward
 that begins meanwhile waits for the write. A call that waits for another process computes nothing, so a write
-does not wait for such a call. That is why nested calls, and backwards that are held open for gradients,
-cannot deadlock with a step.
+does not wait for such a call. That is why nested calls and suspended backwards cannot deadlock with a step.
 
 Before a trainer writes, it *reserves* the parameters. Reservations are granted in the order of the requests,
 and may last from a trainer's prepare to its commit. Calls and backwards go on during a reservation; they wait
