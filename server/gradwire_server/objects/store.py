@@ -196,7 +196,7 @@ class ObjectStore:
     @property
     def has_prepared_steps(self) -> bool:
         """Whether a step was prepared that its trainer has neither committed nor given up."""
-        return any(optimizer.is_prepared for optimizer in list(self.optimizers))
+        return any(optimizer.is_prepared for optimizer in self.live_optimizers())
 
     def live_optimizers(self) -> list[WorkerOptimizer]:
         """All optimizers whose trainers are still there."""
