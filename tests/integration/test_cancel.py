@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+import threading
 import time
+import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
 from tests.conftest import Workers
+from tests.faults.test_deaths import wait_for
+from tests.integration.daemons import DEADLINE
 
 import gradwire as gw
+import gradwire_server as gws
+from gradwire.peers.current import default_peer
+from gradwire.peers.local import LocalPeer
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import ServerCall
 
 
 @pytest.fixture
@@ -131,3 +143,89 @@ def test_closing_the_handle_cancels_what_runs(workers: Workers, name: str) -> No
         with pytest.raises(gw.LinkClosed):
             future.result(10)
         assert watcher_of_b.happened(f"{name} was cancelled")
+
+
+REQUESTS: dict[str, tuple[int, Callable[[gw.RemoteWorker], Any]]] = {
+    "ping": (link_pb2.METHOD_PING, lambda handle: handle.ping()),
+    "describe": (link_pb2.METHOD_DESCRIBE, lambda handle: handle.describe(timeout=None)),
+    "inspect": (link_pb2.METHOD_INSPECT, lambda handle: handle.inspect(timeout=None)),
+    "cleanup": (link_pb2.METHOD_CLEANUP_CONTEXT, lambda handle: handle.cleanup("1:1", timeout=None)),
+}
+
+
+def hold_back(peer: LocalPeer, method: int, monkeypatch: pytest.MonkeyPatch) -> list[ServerCall]:
+    """Has a peer leave requests without a response; they come into the list."""
+    held: list[ServerCall] = []
+    monkeypatch.setitem(peer.methods, method, held.append)
+    return held
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_cancelling_reaches_a_request_that_the_function_sent_to_its_caller(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, send = REQUESTS[name]
+    raised: list[BaseException] = []
+
+    def send_back() -> None:
+        try:
+            send(gw.caller())
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    with gws.Worker(send_back) as served, gw.connect(served.address) as worker:
+        held = hold_back(default_peer(), method, monkeypatch)
+        future = worker.call_async("send_back")
+        wait_for(lambda: bool(held), "the request of the function")
+        assert future.cancel()
+        wait_for(lambda: bool(raised), "the end of the function")
+        assert isinstance(raised[0], gw.Cancelled)
+        wait_for(lambda: held[0].cancelled, "the cancellation of its request")
+
+
+def test_other_calls_run_while_a_function_waits_for_a_response_to_its_ping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ping_back() -> None:
+        gw.caller().ping()
+
+    def other() -> int:
+        return 7
+
+    with gws.Worker(ping_back, other, threads=1) as served, gw.connect(served.address) as worker:
+        held = hold_back(default_peer(), link_pb2.METHOD_PING, monkeypatch)
+        future = worker.call_async("ping_back")
+        wait_for(lambda: bool(held), "the ping of the function")
+        assert worker.call_async("other").result(DEADLINE) == 7
+        held[0].respond(b"")
+        assert future.result(DEADLINE) is None
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_ctrl_c_cancels_a_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, send = REQUESTS[name]
+    main = threading.get_ident()
+
+    def waits() -> bool:
+        names = {frame.name for frame in traceback.extract_stack(sys._current_frames()[main])}
+        return not names.isdisjoint({"read_for", "result"})
+
+    with gws.Worker(nothing) as served, gw.connect(served.address) as worker:
+        worker.ping()
+        held = hold_back(served._peer, method, monkeypatch)
+
+        def interrupt() -> None:
+            wait_for(lambda: bool(held) and waits(), "the request being waited for")
+            signal.pthread_kill(main, signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            send(worker)
+        interrupting.join()
+        wait_for(lambda: held[0].cancelled, "the cancellation of the request")
+
+
+def nothing() -> None:
+    """Something to serve."""

@@ -20,7 +20,7 @@ from gradwire.runtime.compression import NOT_COMPRESSED, Compression
 from gradwire.runtime.scope import cancel_with_caller, current_scope, time_left, waiting
 from gradwire.transport import Link, Payload, ResponseFuture
 
-__all__ = ["CallFuture", "Keywords", "start_call", "wait"]
+__all__ = ["CallFuture", "Keywords", "start_call", "start_request", "wait"]
 
 
 class Keywords:
@@ -56,7 +56,7 @@ def _merge_keywords(
 
 
 class CallFuture(ResponseFuture):
-    """The result of a call that may not be finished yet.
+    """The result of a call, or of another request, that may not be finished yet.
 
     It is a `concurrent.futures.Future`, and awaitable. Cancelling it cancels the call on the worker.
     """
@@ -175,19 +175,37 @@ def start_call(
         request.tensors.CopyFrom(table)
         if encoder.saved:
             link.count_saved(encoder.saved)
-        future.waits_for_link = current_scope().waits_for_link
-        cancel_with_caller(future)
-        link.send_request(
-            link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
-            request.SerializeToString(),
-            attachments,
-            timeout=left,
-            future=future,
-        )
+        _send(link, link_pb2.METHOD_FORWARD_WITH_AUTOGRAD, request.SerializeToString(), attachments, future)
     except BaseException:
         future.cancel()
         raise
     return future
+
+
+def start_request(link: Link, method: int, body: bytes, timeout: float | None = None) -> CallFuture:
+    """Sends a request that is not a call of a function. The result is the body of its response."""
+    future = CallFuture(lambda received: received.body, lambda received: None, link)
+    try:
+        _send(link, method, body, (), future, timeout)
+    except BaseException:
+        future.cancel()
+        raise
+    return future
+
+
+def _send(
+    link: Link,
+    method: int,
+    body: bytes,
+    attachments: Sequence[wire.Attachment],
+    future: CallFuture,
+    timeout: float | None = None,
+) -> None:
+    """Sends a request in the scope of the code that runs: with its deadline, and cancelled with what it
+    serves."""
+    future.waits_for_link = current_scope().waits_for_link
+    cancel_with_caller(future)
+    link.send_request(method, body, attachments, timeout=time_left(timeout), future=future)
 
 
 def _decode_response(

@@ -20,7 +20,7 @@ from gradwire.peers.local import LocalPeer
 from gradwire.peers.shared_links import Reconnect, SharedLink
 from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2, value_pb2
 from gradwire.runtime.compression import NOT_COMPRESSED, Compression
-from gradwire.runtime.scope import current_scope, time_left
+from gradwire.runtime.scope import current_scope
 from gradwire.runtime.scope import timeout as scope_timeout
 from gradwire.transport import Link, LinkSettings, Traffic
 
@@ -192,15 +192,14 @@ class RemoteWorker:
     def ping(self, timeout: float | None = None) -> float:
         """Sends an empty request. Returns the seconds until its response."""
         start = time.perf_counter()
-        self._request(link_pb2.METHOD_PING, b"", timeout)
+        self._request(link_pb2.METHOD_PING, b"", timeout, "ping")
         return time.perf_counter() - start
 
-    def _request(self, method: int, body: bytes, timeout: float | None) -> bytes:
+    def _request(self, method: int, body: bytes, timeout: float | None, name: str) -> bytes:
         """Sends a request that is not a call of a function. Returns the body of the response."""
-        link = self._link
-        future = link.send_request(method, body, timeout=time_left(timeout))
-        link.read_for(future)
-        response: bytes = future.result().body
+        response: bytes = calls.wait(
+            calls.start_request(self._link, method, body, timeout), f"{name} on {self._target}"
+        )
         return response
 
     # -- looking at the worker
@@ -220,14 +219,14 @@ class RemoteWorker:
     def describe(self, timeout: float | None = 30.0) -> describe_pb2.DescribeResponse:
         """The worker's description of itself, as protobuf: its functions, versions and devices."""
         request = describe_pb2.DescribeRequest().SerializeToString()
-        response = self._request(link_pb2.METHOD_DESCRIBE, request, timeout)
+        response = self._request(link_pb2.METHOD_DESCRIBE, request, timeout, "describe")
         self._description = wire.parse(describe_pb2.DescribeResponse, response)
         return self._description
 
     def inspect(self, timeout: float | None = 30.0) -> describe_pb2.InspectResponse:
         """What the worker holds right now, as protobuf: contexts, clients, memory."""
         request = describe_pb2.InspectRequest().SerializeToString()
-        response = self._request(link_pb2.METHOD_INSPECT, request, timeout)
+        response = self._request(link_pb2.METHOD_INSPECT, request, timeout, "inspect")
         return wire.parse(describe_pb2.InspectResponse, response)
 
     def cleanup(self, context: str, timeout: float | None = 30.0) -> bool:
@@ -235,7 +234,8 @@ class RemoteWorker:
         it."""
         request = autograd_pb2.CleanupContextRequest()
         ContextId.from_text(context).write(request.context)
-        response = self._request(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout)
+        body = request.SerializeToString()
+        response = self._request(link_pb2.METHOD_CLEANUP_CONTEXT, body, timeout, "cleanup")
         return wire.parse(autograd_pb2.CleanupContextResponse, response).found
 
     def functions(self) -> list[FunctionInfo]:
