@@ -280,14 +280,23 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   });
 }
 
+// Releases what is unused, whether an error was raised or not.
+struct ReleaseUnused {
+  ~ReleaseUnused() {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    unused().release();
+    PyErr_Restore(type, error, traceback);
+  }
+};
+
 // A method: parses its arguments and runs `code` with the session.
 template <typename Code, typename... Targets>
 PyObject* method(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
   return guarded(protocol_error, [&]() -> PyObject* {
+    ReleaseUnused at_the_end;
     if (!PyArg_ParseTuple(args, format, targets...)) throw Raised();
-    Ref result(checked(code(*reinterpret_cast<PySession*>(self)->value)));
-    unused().release();
-    return result.release();
+    return checked(code(*reinterpret_cast<PySession*>(self)->value));
   });
 }
 

@@ -240,6 +240,8 @@ void PyErr_SetObject(PyObject*, PyObject*);
 void PyErr_SetNone(PyObject*);
 PyObject* PyErr_Format(PyObject* exception, const char* format, ...);
 PyObject* PyErr_Occurred();
+void PyErr_Fetch(PyObject**, PyObject**, PyObject**);
+void PyErr_Restore(PyObject*, PyObject*, PyObject*);
 void PyErr_Clear();
 void PyErr_Fetch(PyObject**, PyObject**, PyObject**);
 void PyErr_Restore(PyObject*, PyObject*, PyObject*);

@@ -71,7 +71,10 @@ class Event(NamedTuple):
 
 @final
 class Session:
-    """The state machine of a link between two peers. Not for several threads at once."""
+    """The state machine of a link between two peers. Not for several threads at once.
+
+    It ends with `end`: the garbage collector does not see the cookies of its calls.
+    """
 
     def __new__(
         cls,

@@ -802,6 +802,14 @@ def test_a_cancelled_request_gets_the_error_for_it() -> None:
     assert frame.response.error.SerializeToString() == CANCELLED
 
 
+def test_memory_is_let_go_after_an_error() -> None:
+    session = new_session()
+    memory = bytearray(5)
+    with pytest.raises(TypeError):
+        session.call(0.0, METHOD, b"", [memory, 5])  # type: ignore[list-item]
+    memory.append(1)  # refused while somebody holds it
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="refusal"):
         native.Session(seed=1)  # type: ignore[call-arg]
