@@ -2,6 +2,8 @@
 
 ``python -m benchmarks.against 52e96dd`` checks the other version out into a temporary folder. The ratio of a
 case is the median over all rounds of this version's time by the other's in the same round.
+
+``python -m benchmarks.against HEAD --network --set GRADWIRE_PROTOCOL=2`` compares the two protocols of links.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ ROUND_SECONDS = 0.1
 class Trainer:
     """A trainer process of one version, with a worker process of the same version."""
 
-    def __init__(self, root: Path, same_host: bool, stack: ExitStack) -> None:
+    def __init__(self, root: Path, same_host: bool, stack: ExitStack, settings: dict[str, str]) -> None:
         path = os.pathsep.join([str(root / "client"), str(root / "server")])
-        self._environment = {**os.environ, "PYTHONPATH": path}
+        self._environment = {**os.environ, **settings, "PYTHONPATH": path}
         worker = stack.enter_context(self._member("serve"))
         address = _line(worker)
         self._process = stack.enter_context(self._member("train", address, str(int(same_host))))
@@ -73,6 +75,10 @@ def checked_out(ref: str) -> Iterator[Path]:
         root = Path(folder) / "other"
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", root, ref], check=True)
         try:
+            build = root / "hatch_build.py"  # versions before the native module have none
+            if build.exists():
+                module = root / "client" / "gradwire" / "transport" / "native.abi3.so"
+                subprocess.run([sys.executable, build, module], check=True)
             yield root
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", root], check=True)
@@ -83,11 +89,19 @@ def main() -> None:
     parser.add_argument("ref", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--network", action="store_true", help="over TCP, not around the network")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for this version's environment",
+    )
     options = parser.parse_args()
+    settings = dict(assignment.split("=", 1) for assignment in options.set)
     table = Table("case", "other", "this", "ratio", "quartiles of the ratio")
     with ExitStack() as stack:
-        other = Trainer(stack.enter_context(checked_out(options.ref)), not options.network, stack)
-        this = Trainer(ROOT, not options.network, stack)
+        other = Trainer(stack.enter_context(checked_out(options.ref)), not options.network, stack, {})
+        this = Trainer(ROOT, not options.network, stack, settings)
         for case in this.cases:
             count = max(int(ROUND_SECONDS / min(this.seconds(case, 5), other.seconds(case, 5))), 1)
             pairs = []

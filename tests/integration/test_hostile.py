@@ -210,7 +210,10 @@ HELLOS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "must start with Hello"),
     "a request": (frames.envelope(request()), "must start with Hello"),
     "two frames": (frames.envelope(hello_frame()) * 2, "must start with Hello"),
-    "another protocol": (frames.envelope(hello_frame(protocol=99)), "protocol 99 is not spoken here, only 1"),
+    "another protocol": (
+        frames.envelope(hello_frame(protocol=99)),
+        "protocol 99 is not spoken here, only 1 and 2",
+    ),
     "no peer": (frames.envelope(hello_frame(peer=0)), "must name a peer"),
     "no session": (frames.envelope(hello_frame(session=0)), "must name a peer"),
     "no role": (frames.envelope(hello_frame(role=0)), "must name a peer"),

@@ -17,16 +17,19 @@ from gradwire.transport.base import (
     Traffic,
 )
 from gradwire.transport.event_loop import EventLoop
-from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
+from gradwire.transport.grpc_link import PROTOCOLS, GrpcLink, NativeGrpcLink, new_grpc_link
 from gradwire.transport.in_process import InProcessLink
 from gradwire.transport.local_streams import LocalStreams
 from gradwire.transport.memory_budget import MemoryBudget
+from gradwire.transport.native import Budget
+from gradwire.transport.native_session import NativeSession, NativeStream
 from gradwire.transport.same_host import LocalListener, accept_handshake
 from gradwire.transport.session import Session
 from gradwire.transport.streams import StreamPair, Streams
 
 __all__ = [
-    "PROTOCOL",
+    "PROTOCOLS",
+    "Budget",
     "Buffer",
     "EventLoop",
     "GrpcLink",
@@ -37,6 +40,9 @@ __all__ = [
     "LocalListener",
     "LocalStreams",
     "MemoryBudget",
+    "NativeGrpcLink",
+    "NativeSession",
+    "NativeStream",
     "Payload",
     "PeerIdentity",
     "ResponseFuture",
@@ -49,4 +55,5 @@ __all__ = [
     "accept_handshake",
     "faults",
     "frames",
+    "new_grpc_link",
 ]

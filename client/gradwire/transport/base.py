@@ -9,6 +9,7 @@ tensors.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -89,6 +90,8 @@ class PeerIdentity:
 class LinkSettings:
     """The behaviour of a link. All times are in seconds."""
 
+    protocol: int = field(default_factory=lambda: int(os.environ.get("GRADWIRE_PROTOCOL", "1")))
+    """The protocol that a connecting peer speaks: 1, or 2, which is not complete. Workers speak both."""
     connect_timeout: float = 10.0
     """How long the first connection may take, retries included."""
     lost_after: float = 10.0

@@ -1,9 +1,11 @@
 """The connecting end of a link over gRPC.
 
-A supervising thread opens the two streams, and opens new ones after a cut, until the worker has been
+A supervising thread opens the streams, and opens new ones after a cut, until the worker has been
 unreachable for too long or was restarted. Other threads read the streams: a received request may run code
-that waits for this very link, and the supervising thread must stay free to reconnect. If the worker is on the
-same host, a local socket replaces the second stream and carries all frames.
+that waits for this very link, and the supervising thread must stay free to reconnect.
+
+`GrpcLink` opens two streams, one for bulk data. If the worker is on the same host, a local socket replaces
+the second stream and carries all frames. `NativeGrpcLink`, which is to replace it, needs one stream.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import logging
 import socket
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,19 +35,21 @@ from gradwire.proto.v1 import link_pb2
 from gradwire.system.randomness import between, new_id
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import faults, frames
-from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
+from gradwire.transport.base import Handler, Link, LinkSettings, PeerIdentity
 from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
 from gradwire.transport.local_streams import LocalStreams
+from gradwire.transport.native_session import NativeSession, NativeStream
+from gradwire.transport.outbox import Outbox
 from gradwire.transport.same_host import client_handshake
 from gradwire.transport.session import Session
 from gradwire.transport.streams import StreamPair, Streams
 
-__all__ = ["PROTOCOL", "GrpcLink"]
+__all__ = ["PROTOCOLS", "GrpcLink", "NativeGrpcLink", "new_grpc_link"]
 
 log = logging.getLogger("gradwire.link")
 
-PROTOCOL = 1
-"""The version of the protocol that this code speaks."""
+PROTOCOLS = (1, 2)
+"""The versions of the protocol that this code speaks: of `GrpcLink`, and of `NativeGrpcLink`."""
 
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
 _HANDSHAKE_SECONDS = 5.0
@@ -56,15 +61,19 @@ class _Broken(Exception):
     """The streams ended; connecting may be tried again."""
 
 
-class GrpcLink(Session):
-    """A link to a worker that listens. Call `connect` before anything else."""
+class _Connector(Link):
+    """Connects a session to a worker that listens. Call `connect` before anything else."""
 
-    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
-        super().__init__(local, PeerIdentity(0, target, ""), handler, settings)
+    PROTOCOL: int
+    target: str
+    settings: LinkSettings
+    peer_max_message_bytes: int
+
+    def _prepare(self, target: str) -> None:
         self.target = target
-        self._session = new_id()
-        self._connect_timeout = settings.connect_timeout
-        self._wait_for_ready = settings.wait_for_ready
+        self._session_id = new_id()
+        self._connect_timeout = self.settings.connect_timeout
+        self._wait_for_ready = self.settings.wait_for_ready
         """Whether connecting is tried again until the timeout."""
         self._was_welcomed = False
         self._calls: tuple[Any, ...] = ()
@@ -72,13 +81,33 @@ class GrpcLink(Session):
         self._is_attached = False
         """Whether the session is attached to the streams."""
         self._break_reason = ""
-        """Why the first of the two streams broke; empty while both are open."""
+        """Why the first of the streams broke; empty while all are open."""
         self._connected = threading.Event()
         self._ending = threading.Event()
         self._goodbye_timer: Timer | None = None
         self._supervisor = threading.Thread(
             target=self._supervise, name=f"gradwire-link-{target}", daemon=True
         )
+
+    # -- what the two kinds of links do in their own way
+
+    CHANNELS: tuple[str, ...]
+    """A name for each channel that a link needs."""
+
+    @abstractmethod
+    def limit_bytes_in_flight(self, max_bytes: int) -> None: ...
+
+    @abstractmethod
+    def _new_streams(self) -> Any: ...
+
+    @abstractmethod
+    def _run_session(
+        self, channels: list[grpc.Channel], streams: Any, attempt: int, give_up_at: float
+    ) -> None:
+        """Opens the streams, and runs the session over them until they end."""
+
+    @abstractmethod
+    def detach(self, streams: Any) -> bool: ...
 
     def connect(
         self,
@@ -105,17 +134,9 @@ class GrpcLink(Session):
                 self.abort(DeadlineExceeded(error, worker=self.target))
         elif not self._connected.wait(longest_wait):
             self.abort(self._unreachable_error("connecting got stuck"))
-        if self._ended is not None:
+        if self.ended is not None:
             self._join_supervisor()
-            raise self._ended.again()
-
-    def close(self, *, leaving: bool = False) -> None:
-        super().close(leaving=leaving)
-        self._join_supervisor()
-
-    def abort(self, error: GradwireError) -> None:
-        super().abort(error)
-        self._cut()
+            raise self.ended.again()
 
     def _on_end(self, _: object) -> None:
         self._ending.set()
@@ -139,8 +160,9 @@ class GrpcLink(Session):
 
     def _supervise(self) -> None:
         try:
-            with self._channel("control") as control, self._channel("bulk") as bulk:
-                self._reconnect_until_ended(control, bulk)
+            with ExitStack() as stack:
+                channels = [stack.enter_context(self._channel(role)) for role in self.CHANNELS]
+                self._reconnect_until_ended(channels)
         except Exception as error:
             log.exception("the link to %s failed", self.peer)
             self.abort(InternalError(f"the link to {self.peer} failed: {error!r}"))
@@ -148,15 +170,15 @@ class GrpcLink(Session):
             if self._goodbye_timer is not None:
                 self._goodbye_timer.cancel()
 
-    def _reconnect_until_ended(self, control: grpc.Channel, bulk: grpc.Channel) -> None:
+    def _reconnect_until_ended(self, channels: list[grpc.Channel]) -> None:
         give_up_at = time.monotonic() + self._connect_timeout
         backoff, attempt = _FIRST_BACKOFF, 0
-        while self._ended is None:
+        while self.ended is None:
             attempt += 1
-            streams = StreamPair(self.settings, self.quota)
+            streams = self._new_streams()
             reason = ""
             try:
-                self._run_session(control, bulk, streams, attempt, give_up_at)
+                self._run_session(channels, streams, attempt, give_up_at)
             except _Broken as broken:
                 reason = str(broken)
             except GradwireError as error:
@@ -171,7 +193,7 @@ class GrpcLink(Session):
                     give_up_at -= silence_before_cut(self.settings)
                 backoff = _FIRST_BACKOFF
             is_only_try = not self._was_welcomed and not self._wait_for_ready
-            if self._ended is None and (is_only_try or time.monotonic() >= give_up_at):
+            if self.ended is None and (is_only_try or time.monotonic() >= give_up_at):
                 self.ended_by_timeout = self._was_welcomed
                 self.abort(self._unreachable_error(reason))
             # Full jitter: many clients of one worker must not reconnect all at once.
@@ -187,36 +209,6 @@ class GrpcLink(Session):
         finally:
             channel.close()
 
-    def _run_session(
-        self, control: grpc.Channel, bulk: grpc.Channel, streams: StreamPair, attempt: int, give_up_at: float
-    ) -> None:
-        """Opens the streams, and runs the session over them until they end."""
-        handshake_seconds = 0.0
-        try:
-            with self._cut_if_silent(give_up_at) as handshake_seconds:
-                control_call = self._open(control, link_pb2.Hello.ROLE_CONTROL, streams, attempt)
-                offer = self._welcome(_first_frame(control_call))
-            connection = None
-            if offer is not None and self.settings.same_host:
-                # Half of the time that is left: if the socket does not respond, the rest is for the network.
-                connection = client_handshake(offer, self.target, (give_up_at - time.monotonic()) / 2)
-            if connection is None:
-                with self._cut_if_silent(give_up_at) as handshake_seconds:
-                    bulk_call = self._open(bulk, link_pb2.Hello.ROLE_BULK, streams, attempt)
-                    if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
-                        raise _Broken("the stream for bulk data was refused")
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._was_welcomed:
-                raise ConnectFailed(
-                    f"the gRPC server at {self.target} is no gradwire worker",
-                    worker=self.target,
-                ) from error
-            raise _Broken(_explain(error, handshake_seconds)) from error
-        if connection is None:
-            self._run_over_streams(control_call, bulk_call, streams, handshake_seconds)
-        else:
-            self._run_over_socket(control_call, connection, streams)
-
     @contextmanager
     def _cut_if_silent(self, give_up_at: float) -> Iterator[float]:
         """Cancels the streams if they do not respond in time; yields how many seconds they have."""
@@ -226,6 +218,132 @@ class GrpcLink(Session):
             yield handshake_seconds
         finally:
             timer.cancel()
+
+    def _open(
+        self, channel: grpc.Channel, hello: link_pb2.Hello, outgoing: Outbox | NativeStream, attempt: int
+    ) -> Any:
+        """Opens a stream, which starts with Hello."""
+        hello.MergeFrom(self._hello(attempt))
+        outgoing.put(frames.envelope(link_pb2.Frame(hello=hello)))
+        # Frames are encoded already, so gRPC gets no serializers.
+        open_stream: Any = channel.stream_stream(LINK_METHOD)
+        call = open_stream(iter(outgoing))
+        self._calls = (*(call for call in self._calls if call.is_active()), call)
+        if self.ended is not None:
+            call.cancel()  # the thread that ended the link could not know of this call
+        return call
+
+    def _hello(self, attempt: int) -> link_pb2.Hello:
+        return link_pb2.Hello(
+            protocol=self.PROTOCOL,
+            peer=self.local.id,
+            name=self.local.name,
+            session=self._session_id,
+            attempt=attempt,
+            resume=self._was_welcomed,
+            max_message_bytes=self.settings.max_message_bytes,
+            max_bytes_in_flight=self.settings.max_bytes_in_flight,
+            codecs=self.settings.codecs,
+        )
+
+    def _welcome(self, frame: link_pb2.Frame) -> link_pb2.SameHost | None:
+        """Checks the worker's response to Hello. Returns the local socket that it offers, if any."""
+        kind = frame.WhichOneof("kind")
+        if kind == "goodbye":
+            error = faults.rebuild(frame.goodbye.error)
+            if isinstance(error, Unavailable):
+                raise _Broken(str(error))  # the worker shuts down; another may take over its address
+            raise error
+        if kind != "welcome":
+            raise ProtocolError(f"{self.target} responded to Hello with {kind}", worker=self.target)
+        welcome = frame.welcome
+        if welcome.protocol != self.PROTOCOL:
+            raise ProtocolError(
+                f"{self.target} speaks protocol {welcome.protocol}, this is {self.PROTOCOL}; "
+                "use the same version of gradwire at both ends",
+                worker=self.target,
+            )
+        peer = PeerIdentity(welcome.peer, welcome.name, self.target)
+        if self._was_welcomed and (welcome.peer != self.peer.id or not welcome.resumed):
+            happened = "was restarted" if welcome.peer != self.peer.id else "has dropped this client's lease"
+            raise WorkerLost(
+                f"{self.peer} {happened}: what it held for this process is gone", worker=str(self.peer)
+            )
+        self.peer = peer
+        self.peer_max_message_bytes = welcome.max_message_bytes
+        self.limit_bytes_in_flight(welcome.max_bytes_in_flight)
+        self.peer_codecs = frozenset(welcome.codecs)
+        self._was_welcomed = True
+        return welcome.same_host if welcome.HasField("same_host") else None
+
+    def _broken(self, error: grpc.RpcError, handshake_seconds: float) -> Exception:
+        if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._was_welcomed:
+            return ConnectFailed(
+                f"the gRPC server at {self.target} is no gradwire worker", worker=self.target
+            )
+        return _Broken(_explain(error, handshake_seconds))
+
+    def _unreachable_error(self, reason: str) -> GradwireError:
+        if not self._was_welcomed:
+            return ConnectFailed(
+                f"no gradwire worker responded at {self.target}"
+                + (f" within {self._connect_timeout:g} s" if self._wait_for_ready else "")
+                + f": {reason}",
+                worker=self.target,
+            )
+        return WorkerLost(
+            f"{self.peer} has been out of reach for {self.settings.lost_after:g} s: {reason}",
+            worker=str(self.peer),
+        )
+
+
+class GrpcLink(Session, _Connector):
+    """A link over two gRPC streams, or over a local socket."""
+
+    PROTOCOL = 1
+    CHANNELS = ("control", "bulk")
+
+    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
+        Session.__init__(self, local, PeerIdentity(0, target, ""), handler, settings)
+        self._prepare(target)
+
+    def close(self, *, leaving: bool = False) -> None:
+        Session.close(self, leaving=leaving)
+        self._join_supervisor()
+
+    def abort(self, error: GradwireError) -> None:
+        Session.abort(self, error)
+        self._cut()
+
+    def _new_streams(self) -> StreamPair:
+        return StreamPair(self.settings, self.quota)
+
+    def _run_session(
+        self, channels: list[grpc.Channel], streams: StreamPair, attempt: int, give_up_at: float
+    ) -> None:
+        control, bulk = channels
+        handshake_seconds = 0.0
+        try:
+            with self._cut_if_silent(give_up_at) as handshake_seconds:
+                hello = link_pb2.Hello(role=link_pb2.Hello.ROLE_CONTROL, same_host=self.settings.same_host)
+                control_call = self._open(control, hello, streams.control, attempt)
+                offer = self._welcome(_first_frame(control_call))
+            connection = None
+            if offer is not None and self.settings.same_host:
+                # Half of the time that is left: if the socket does not respond, the rest is for the network.
+                connection = client_handshake(offer, self.target, (give_up_at - time.monotonic()) / 2)
+            if connection is None:
+                with self._cut_if_silent(give_up_at) as handshake_seconds:
+                    hello = link_pb2.Hello(role=link_pb2.Hello.ROLE_BULK, same_host=self.settings.same_host)
+                    bulk_call = self._open(bulk, hello, streams.bulk, attempt)
+                    if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
+                        raise _Broken("the stream for bulk data was refused")
+        except grpc.RpcError as error:
+            raise self._broken(error, handshake_seconds) from error
+        if connection is None:
+            self._run_over_streams(control_call, bulk_call, streams, handshake_seconds)
+        else:
+            self._run_over_socket(control_call, connection, streams)
 
     def _run_over_socket(self, control_call: Any, connection: socket.socket, parent: Streams) -> None:
         local = LocalStreams(self.settings, self.quota, connection, parent)
@@ -273,62 +391,6 @@ class GrpcLink(Session):
         if self._ended is None:
             raise _Broken(self._break_reason or _explain(control_call, handshake_seconds))
 
-    def _open(
-        self, channel: grpc.Channel, role: link_pb2.Hello.Role, streams: StreamPair, attempt: int
-    ) -> Any:
-        outbox = streams.control if role == link_pb2.Hello.ROLE_CONTROL else streams.bulk
-        hello = link_pb2.Hello(
-            protocol=PROTOCOL,
-            peer=self.local.id,
-            name=self.local.name,
-            session=self._session,
-            role=role,
-            attempt=attempt,
-            resume=self._was_welcomed,
-            max_message_bytes=self.settings.max_message_bytes,
-            max_bytes_in_flight=self.settings.max_bytes_in_flight,
-            same_host=self.settings.same_host,
-            codecs=self.settings.codecs,
-        )
-        outbox.put(frames.envelope(link_pb2.Frame(hello=hello)))
-        # Frames are encoded already, so gRPC gets no serializers.
-        open_stream: Any = channel.stream_stream(LINK_METHOD)
-        call = open_stream(iter(outbox))
-        self._calls = (call,) if role == link_pb2.Hello.ROLE_CONTROL else (*self._calls, call)
-        if self._ended is not None:
-            call.cancel()  # the thread that ended the link could not know of this call
-        return call
-
-    def _welcome(self, frame: link_pb2.Frame) -> link_pb2.SameHost | None:
-        """Checks the worker's response to Hello. Returns the local socket that it offers, if any."""
-        kind = frame.WhichOneof("kind")
-        if kind == "goodbye":
-            error = faults.rebuild(frame.goodbye.error)
-            if isinstance(error, Unavailable):
-                raise _Broken(str(error))  # the worker shuts down; another may take over its address
-            raise error
-        if kind != "welcome":
-            raise ProtocolError(f"{self.target} responded to Hello with {kind}", worker=self.target)
-        welcome = frame.welcome
-        if welcome.protocol != PROTOCOL:
-            raise ProtocolError(
-                f"{self.target} speaks protocol {welcome.protocol}, this is {PROTOCOL}; "
-                "use the same version of gradwire at both ends",
-                worker=self.target,
-            )
-        peer = PeerIdentity(welcome.peer, welcome.name, self.target)
-        if self._was_welcomed and (welcome.peer != self.peer.id or not welcome.resumed):
-            happened = "was restarted" if welcome.peer != self.peer.id else "has dropped this client's lease"
-            raise WorkerLost(
-                f"{self.peer} {happened}: what it held for this process is gone", worker=str(self.peer)
-            )
-        self.peer = peer
-        self.peer_max_message_bytes = welcome.max_message_bytes
-        self.limit_bytes_in_flight(welcome.max_bytes_in_flight)
-        self.peer_codecs = frozenset(welcome.codecs)
-        self._was_welcomed = True
-        return welcome.same_host if welcome.HasField("same_host") else None
-
     def _read(self, call: Any, streams: Streams) -> None:
         """Reads a stream to its end, on a thread of its own."""
         reason = "the worker closed the stream"
@@ -342,18 +404,79 @@ class GrpcLink(Session):
             self._break_reason = self._break_reason or reason
             self._cut()
 
-    def _unreachable_error(self, reason: str) -> GradwireError:
-        if not self._was_welcomed:
-            return ConnectFailed(
-                f"no gradwire worker responded at {self.target}"
-                + (f" within {self._connect_timeout:g} s" if self._wait_for_ready else "")
-                + f": {reason}",
-                worker=self.target,
-            )
-        return WorkerLost(
-            f"{self.peer} has been out of reach for {self.settings.lost_after:g} s: {reason}",
-            worker=str(self.peer),
+
+class NativeGrpcLink(NativeSession, _Connector):
+    """A link over one gRPC stream."""
+
+    PROTOCOL = 2
+    CHANNELS = ("link",)
+
+    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
+        NativeSession.__init__(self, local, PeerIdentity(0, target, ""), handler, settings)
+        self._prepare(target)
+
+    def close(self, *, leaving: bool = False) -> None:
+        NativeSession.close(self, leaving=leaving)
+        self._join_supervisor()
+
+    def abort(self, error: GradwireError) -> None:
+        NativeSession.abort(self, error)
+        self._cut()
+
+    def _new_streams(self) -> NativeStream:
+        return NativeStream(self)
+
+    def _run_session(
+        self, channels: list[grpc.Channel], stream: NativeStream, attempt: int, give_up_at: float
+    ) -> None:
+        handshake_seconds = 0.0
+        try:
+            with self._cut_if_silent(give_up_at) as handshake_seconds:
+                call = self._open(
+                    channels[0], link_pb2.Hello(role=link_pb2.Hello.ROLE_CONTROL), stream, attempt
+                )
+                self._welcome(_first_frame(call))
+        except grpc.RpcError as error:
+            raise self._broken(error, handshake_seconds) from error
+        self._break_reason = ""
+        over = threading.Event()
+        reader = threading.Thread(
+            target=self._read, args=(call, stream), name=f"gradwire-read-{self.target}", daemon=True
         )
+        self.attach(stream)
+        self._is_attached = True
+        if not call.add_callback(over.set):
+            over.set()
+        reader.start()
+        self._connected.set()
+        try:
+            over.wait()  # gRPC calls back whatever way the stream ends
+            # The last frame may be a goodbye. The reader handles it at once, unless it is stuck.
+            reader.join(_DRAIN_SECONDS)
+        finally:
+            self._is_attached = False
+            self._cut()
+        if self._ended is None:
+            raise _Broken(self._break_reason or _explain(call, handshake_seconds))
+
+    def _read(self, call: Any, stream: NativeStream) -> None:
+        """Reads the stream to its end, on a thread of its own."""
+        reason = "the worker closed the stream"
+        try:
+            for data in call:
+                self.receive_or_refuse(data, stream)
+        except grpc.RpcError as error:
+            reason = _explain(error, 0.0)
+        self._break_reason = self._break_reason or reason
+        self._cut()
+
+
+def new_grpc_link(
+    target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings
+) -> GrpcLink | NativeGrpcLink:
+    """A link of the kind that the settings ask for."""
+    kind = NativeGrpcLink if settings.protocol == NativeGrpcLink.PROTOCOL else GrpcLink
+    return kind(target, local, handler, settings)
 
 
 def _first_frame(call: Any) -> link_pb2.Frame:

@@ -22,7 +22,7 @@ class MemoryBudget:
     """What all links of a peer may use together."""
 
     def __init__(self, max_bytes: int = 1 << 62) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._used = 0
         self._lock = threading.Lock()
 
@@ -33,7 +33,7 @@ class MemoryBudget:
         A request that is larger than the whole budget fits if no other request has reserved anything.
         """
         with self._lock:
-            if self._used > already and self._used + size > self._max_bytes:
+            if self._used > already and self._used + size > self.max_bytes:
                 return False
             self._used += size
             return True

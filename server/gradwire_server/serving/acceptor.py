@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -16,7 +17,8 @@ from gradwire.errors import GradwireError, ProtocolError, Unavailable, WorkerLos
 from gradwire.proto.v1 import link_pb2
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import (
-    PROTOCOL,
+    PROTOCOLS,
+    Budget,
     EventLoop,
     Handler,
     Link,
@@ -24,10 +26,11 @@ from gradwire.transport import (
     LocalListener,
     LocalStreams,
     MemoryBudget,
+    NativeSession,
+    NativeStream,
     PeerIdentity,
     Session,
     StreamPair,
-    Streams,
     accept_handshake,
     faults,
     frames,
@@ -43,11 +46,11 @@ Hello = link_pb2.Hello
 @dataclass(slots=True, eq=False)
 class _Accepted:
     key: tuple[int, int]
-    session: Session
-    streams: StreamPair
-    """The streams of the latest attempt."""
+    session: Session | NativeSession
+    streams: Any
+    """The streams of the latest attempt: a StreamPair of a Session, a NativeStream of a NativeSession."""
     attempt: int
-    attached: Streams | None = None
+    attached: Any = None
     """The streams that the session is attached to in this attempt: the gRPC streams, or the
     local socket that they led to. None until the client has chosen, by opening the bulk stream
     or by connecting to the socket."""
@@ -75,6 +78,7 @@ class SessionAcceptor:
         budget: MemoryBudget | None = None,
     ) -> None:
         self._budget = budget or MemoryBudget()
+        self._native_budget = Budget(self._budget.max_bytes)
         self._identity = identity
         self._handler = handler
         self._on_open = on_open
@@ -89,7 +93,7 @@ class SessionAcceptor:
         """Reads the local connections; started with the first of them."""
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[Session | NativeSession]:
         with self._lock:
             return [accepted.session for accepted in self._accepted.values()]
 
@@ -127,7 +131,8 @@ class SessionAcceptor:
         silence = call_later(self._settings.hello_timeout, context.cancel)
         try:
             hello = _read_hello(requests)
-            local_listener = self._open_local_listener() if hello.same_host else None
+            may_be_local = hello.same_host and hello.protocol == 1
+            local_listener = self._open_local_listener() if may_be_local else None
             accepted, resumed = self._join(hello, context.peer(), has_choice=local_listener is not None)
         except GradwireError as error:
             log.warning("refused a stream from %s: %s", context.peer(), error)
@@ -138,7 +143,7 @@ class SessionAcceptor:
         finally:
             silence.cancel()
         if accepted is None:
-            yield self._welcome(resumed=False)
+            yield self._welcome(hello, resumed=False)
             return
         streams = accepted.streams
         # gRPC calls back whatever way the stream ends; this generator, which waits for data to write, would
@@ -155,17 +160,21 @@ class SessionAcceptor:
         with self._lock:
             self._readers.add(reader)
         reader.start()
+        if isinstance(streams, NativeStream):
+            yield self._welcome(hello, resumed)
+            yield from streams
+            return
         if hello.role == Hello.ROLE_BULK:
-            yield self._welcome(resumed)
+            yield self._welcome(hello, resumed)
             yield from streams.bulk
             return
         if local_listener is None:
-            yield self._welcome(resumed)
+            yield self._welcome(hello, resumed)
             yield from streams.control
             return
         offer = local_listener.offer((accepted, streams), context.peer())
         try:
-            yield self._welcome(resumed, offer)
+            yield self._welcome(hello, resumed, offer)
             yield from streams.control
         finally:
             local_listener.forget(offer)
@@ -225,6 +234,8 @@ class SessionAcceptor:
             if self._closed:
                 raise Unavailable(f"{self._identity.name} is shutting down", worker=self._identity.name)
             accepted = self._accepted.get(key)
+            if accepted is not None and (hello.protocol == 1) != isinstance(accepted.session, Session):
+                raise ProtocolError("a session goes on with the protocol that it began with")
             if hello.role == Hello.ROLE_BULK:
                 if accepted is None or accepted.attempt != hello.attempt:
                     raise ProtocolError("a bulk stream for a session that is not open")
@@ -244,7 +255,7 @@ class SessionAcceptor:
                 if accepted.lease is not None:
                     accepted.lease.cancel()
                 accepted.session.detach(accepted.streams)
-                accepted.streams = StreamPair(self._settings, accepted.session.quota)
+                accepted.streams = self._new_streams(accepted.session)
                 accepted.attempt, accepted.attached, accepted.lease = hello.attempt, None, None
             if not has_choice:
                 self._attach_streams(accepted)
@@ -262,16 +273,24 @@ class SessionAcceptor:
 
     def _accept(self, key: tuple[int, int], hello: link_pb2.Hello, address: str) -> _Accepted:
         peer = PeerIdentity(hello.peer, _printable(hello.name) or address)
-        session = Session(self._identity, peer, self._handler, self._settings, self._budget)
+        session: Session | NativeSession
+        if hello.protocol == 1:
+            session = Session(self._identity, peer, self._handler, self._settings, self._budget)
+        else:
+            session = NativeSession(self._identity, peer, self._handler, self._settings, self._native_budget)
         session.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
         session.limit_bytes_in_flight(hello.max_bytes_in_flight)
         session.peer_codecs = frozenset(hello.codecs)
-        streams = StreamPair(self._settings, session.quota)
-        return _Accepted(key, session, streams, hello.attempt)
+        return _Accepted(key, session, self._new_streams(session), hello.attempt)
 
-    def _welcome(self, resumed: bool, offer: link_pb2.SameHost | None = None) -> bytes:
+    def _new_streams(self, session: Session | NativeSession) -> Any:
+        if isinstance(session, NativeSession):
+            return NativeStream(session)
+        return StreamPair(self._settings, session.quota)
+
+    def _welcome(self, hello: link_pb2.Hello, resumed: bool, offer: link_pb2.SameHost | None = None) -> bytes:
         welcome = link_pb2.Welcome(
-            protocol=PROTOCOL,
+            protocol=hello.protocol,
             peer=self._identity.id,
             name=self._identity.name,
             resumed=resumed,
@@ -283,7 +302,7 @@ class SessionAcceptor:
         )
         return frames.envelope(link_pb2.Frame(welcome=welcome))
 
-    def _read(self, requests: Iterator[bytes], accepted: _Accepted, streams: Streams) -> None:
+    def _read(self, requests: Iterator[bytes], accepted: _Accepted, streams: Any) -> None:
         session = accepted.session
         try:
             for data in requests:
@@ -295,7 +314,7 @@ class SessionAcceptor:
             with self._lock:
                 self._readers.discard(threading.current_thread())
 
-    def _leave(self, accepted: _Accepted, streams: Streams) -> None:
+    def _leave(self, accepted: _Accepted, streams: Any) -> None:
         session = accepted.session
         session.detach(streams)
         with self._lock:
@@ -306,7 +325,7 @@ class SessionAcceptor:
             accepted.lease = call_later(self._settings.lease, partial(self._expire, accepted, streams))
         log.info("the connection of %s was cut; its lease runs for %g s", session.peer, self._settings.lease)
 
-    def _expire(self, accepted: _Accepted, streams: Streams) -> None:
+    def _expire(self, accepted: _Accepted, streams: Any) -> None:
         with self._lock:
             if accepted.streams is not streams:
                 return  # the client has reconnected
@@ -337,11 +356,12 @@ def _read_hello(requests: Iterator[bytes]) -> link_pb2.Hello:
     if len(received) != 1 or received[0].WhichOneof("kind") != "hello":
         raise ProtocolError("a stream must start with Hello alone")
     hello = received[0].hello
-    if hello.protocol != PROTOCOL:
+    if hello.protocol not in PROTOCOLS:
         raise ProtocolError(
-            f"protocol {hello.protocol} is not spoken here, only {PROTOCOL}; "
+            f"protocol {hello.protocol} is not spoken here, only {' and '.join(map(str, PROTOCOLS))}; "
             "use the same version of gradwire at both ends"
         )
-    if not hello.peer or not hello.session or hello.role not in (Hello.ROLE_CONTROL, Hello.ROLE_BULK):
+    roles = (Hello.ROLE_CONTROL, Hello.ROLE_BULK) if hello.protocol == 1 else (Hello.ROLE_CONTROL,)
+    if not hello.peer or not hello.session or hello.role not in roles:
         raise ProtocolError("Hello must name a peer, a session and a role")
     return hello
