@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,12 +19,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradwire.autograd.engine_hooks import EngineHooks
 from gradwire.autograd.gradients import added
 from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
-from gradwire.autograd.records import SentArguments, SentResults
+from gradwire.autograd.records import ReceivedTensors, SentArguments, SentResults
 from gradwire.errors import NotFound, StepRefused
 from gradwire.system.accounting import Tally
 from gradwire.torch_internals import version_of
 from gradwire.transport.base import Link
 from gradwire.wire.ids import AutogradMessageId, ContextId
+
+if TYPE_CHECKING:
+    from gradwire.autograd.kept_state.suspended import SuspendedBackward
 
 __all__ = ["DistAutogradContainer", "DistAutogradContext"]
 
@@ -170,6 +174,8 @@ class DistAutogradContainer:
         self._arguments: dict[AutogradMessageId, SentArguments] = {}
         self._results: dict[AutogradMessageId, SentResults] = {}
         self._segments: dict[AutogradMessageId, RemoteGraphSegment] = {}
+        self.suspended: dict[AutogradMessageId, SuspendedBackward] = {}
+        """Backwards that wait for gradients which are still to come."""
         self._ended: dict[ContextId, None] = {}
         self._requests: dict[ContextId, _Requests] = {}
         """Those that are being served, by id: most contexts come to be during their first request."""
@@ -251,10 +257,14 @@ class DistAutogradContainer:
             self.get(segment.context).remote_segments.add(segment.source)
             self._segments[segment.source] = segment
 
-    def remote_segments(self, ids: Sequence[AutogradMessageId]) -> list[RemoteGraphSegment]:
-        """The remote segments with these ids, as far as this peer knows them."""
+    def remote_segments(
+        self, ids: Sequence[AutogradMessageId], of: ReceivedTensors
+    ) -> list[RemoteGraphSegment]:
+        """The remote segments with these ids, as far as this peer knows them from the same worker and
+        context: gradients go to different places, and at different times, for others."""
         with self._lock:
-            return [self._segments[id] for id in ids if id in self._segments]
+            found = [self._segments[id] for id in ids if id in self._segments]
+        return [one for one in found if (one.source.peer, one.context) == (of.source.peer, of.context)]
 
     def arguments(self, id: AutogradMessageId) -> SentArguments | None:
         with self._lock:
@@ -292,6 +302,8 @@ class DistAutogradContainer:
                             context.arguments.discard(id)
                             context.results.discard(id)
                             context.remote_segments.discard(id)
+        for given_up in filter(None, map(self.suspended.get, messages)):
+            given_up.give_up()
         if messages:
             self.hooks.when_released(messages)
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
@@ -303,7 +315,7 @@ class DistAutogradContainer:
             every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
             sent = [m.id for m in every if m.peer == peer and context in (None, m.context)]
             segments = self._segments.values()
-            sent += [s.source for s in segments if s.peer == peer and context in (None, s.context)]
+            sent += [s.source for s in segments if s.source.peer == peer and context in (None, s.context)]
         del every
         return self.release(sent)
 

@@ -17,7 +17,6 @@ from gradwire.autograd.contexts import DistAutogradContainer
 from gradwire.autograd.engine_hooks import EngineHooks
 from gradwire.autograd.feedback import ErrorFeedback
 from gradwire.autograd.kept_state.graph_segments import GraphSegments
-from gradwire.autograd.kept_state.suspended import SuspendedBackward
 from gradwire.autograd.leases import ContextLeases
 from gradwire.autograd.passes import Passes, new_id
 from gradwire.autograd.records import ReceivedTensors
@@ -48,8 +47,7 @@ class DistEngine:
         self.releases = Releases(self.container)
         self.leases = ContextLeases(peer, self.container, find_link)
         self.graph_segments = GraphSegments(peer)
-        self.suspended: dict[AutogradMessageId, SuspendedBackward] = {}
-        """Backwards that wait for gradients which are still to come."""
+        self.suspended = self.container.suspended
         self.live: set[AutogradMessageId] = set()
         """Received messages that later sends may depend on: arguments, and results that depend on a third
         peer. While it is empty, nothing that is sent needs `depends_on`."""

@@ -36,7 +36,6 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
-    from gradwire.autograd.kept_state.suspended import SuspendedBackward
     from gradwire.transport.base import Link
 
 __all__ = [
@@ -67,8 +66,8 @@ class BackwardRun:
     retain_graph: bool = True
     """If another peer requested it, the graph is kept until that peer lets go of it."""
     contributions: list[tuple[AutogradMessageId, Gradients]] = field(default_factory=list)
-    suspended: SuspendedBackward | None = None
-    """Set if it waits for gradients that are still to come."""
+    to_inject: dict[AutogradMessageId, Gradients] = field(default_factory=dict)
+    """Kept state: gradients that came for results after it started, until they are injected."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Of the results that it starts from: each raises if parameters are no longer those of the forward."""
 
@@ -180,8 +179,8 @@ class GraphTaskState:
         state). None if the recv node ran without a gradient: others may wait for it."""
         if gradients is not None:
             received.mark_freed(gradients, for_good=not self.retain_graph)
-        if received.group is not None and not self.create_graph:
-            self._gatherings.of(received, received.group, self).add(received, gradients)
+        if received.segment is not None and not self.create_graph:
+            self._gatherings.of(received, received.segment.group, self).add(received, gradients)
         elif gradients is not None:
             self.send_alone(received, gradients)
 
@@ -210,7 +209,7 @@ class GraphTaskState:
 
     def _flush(self) -> None:
         for gathering in self._gatherings:
-            gathering.flush(may_wait=False)
+            gathering.flush()
 
     def wait_for_requests(self) -> None:
         """Waits until all is done that follows from what ran so far."""
@@ -265,7 +264,7 @@ class GraphTaskState:
             sent.forget(self.id)
         self.awaited.clear()
         self._sent.clear()
-        self._gatherings.clear()
+        self._gatherings = Gatherings()
 
     def __del__(self) -> None:
         # The engine drops the callbacks of a graph task in which a node raised.

@@ -13,7 +13,6 @@ import torch
 
 from gradwire import wire
 from gradwire.autograd.engine import DistEngine
-from gradwire.autograd.kept_state.graph_segments import SegmentHandle
 from gradwire.autograd.kept_state.suspended import add_injector
 from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.autograd.send_recv import add_send, receive, send
@@ -137,9 +136,8 @@ def _describe_dependencies(
     if link is None:
         reached = engine.graph_segments.reached_by(tensors, sent.peer)
     else:
-        handle = SegmentHandle(sent.id, sent.context, sent.peer)
-        reached, builds_on = engine.graph_segments.dependencies_of_results(tensors, handle, own_call)
-        if handle.is_usable:
+        reached, builds_on, handle = engine.graph_segments.dependencies_of_results(sent, tensors, own_call)
+        if handle is not None:
             engine.releases.to(link).offer(handle)
             add_injector(sent, tensors)
             metadata.may_be_built_on = True

@@ -23,7 +23,7 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
     from gradwire.autograd.kept_state.gathering import Gathering
-    from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup
+    from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
     from gradwire.autograd.propagating import Propagation
     from gradwire.autograd.releases import PeerReleases
 
@@ -50,8 +50,6 @@ class SentArguments:
         self.metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
-        self.group: ResultGroup | None = None
-        """The group of the results that depend on these arguments, if such results have a graph in common."""
         # Reentrant: the destructor of a graph task's state may run at any moment, within these very methods.
         self._lock = threading.RLock()
         self._awaiting: dict[int, list[Propagation | Gathering]] = {}
@@ -158,7 +156,6 @@ class ReceivedTensors:
         compression: autograd_pb2.Compression | None = None,
         depends_on: Sequence[SentArguments] = (),
         foreign: Sequence[AutogradMessageId] = (),
-        builds_on: Sequence[RemoteGraphSegment] = (),
     ) -> None:
         self.engine = engine
         self.source = source
@@ -174,11 +171,9 @@ class ReceivedTensors:
         """Arguments that this peer sent, which the tensors depend on."""
         self.foreign = foreign
         """Messages of third peers, which the tensors depend on."""
-        self.builds_on = builds_on
-        """Parts of the sender's graph that the tensors lead into. The tensors depend on all arguments behind
-        these parts, too."""
-        self.group: ResultGroup | None = None
-        """Results with which these may have parts of the sender's graph in common."""
+        self.segment: RemoteGraphSegment | None = None
+        """Kept state: the part of the sender's graph that the tensors lead into, if others may do so. They
+        depend on all arguments behind it."""
         self.node: weakref.ref[Any] | None = None
         """The recv node."""
         self.is_live = False

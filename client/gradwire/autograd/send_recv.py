@@ -35,7 +35,7 @@ from gradwire.autograd.aliases import share_history
 from gradwire.autograd.gradients import Gradients
 from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
 from gradwire.autograd.graph_tasks import current_run, current_task, find_task
-from gradwire.autograd.kept_state import remote_segments
+from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.torch_internals import current_graph_task_id, set_sequence_number
@@ -109,10 +109,13 @@ def receive(
         arity=len(slots),
         depends_on=[sent for sent in own if sent is not None],
         foreign=[id for id in depends_on if id.peer != engine.peer],
-        builds_on=engine.container.remote_segments(message_ids(metadata.builds_on)),
     )
-    if received.builds_on or metadata.may_be_built_on:
-        remote_segments.join(received, metadata.may_be_built_on)
+    if metadata.may_be_built_on:  # kept state
+        builds_on = engine.container.remote_segments(message_ids(metadata.builds_on), received)
+        received.segment = RemoteGraphSegment(received, builds_on)
+        engine.container.keep_remote_segment(received.segment)
+        if link is not None:
+            engine.releases.to(link).append_learned(received.source)
     if not slots:
         return
     if are_arguments or received.foreign:
@@ -121,7 +124,8 @@ def receive(
     if decoder.is_shared:
         share_history(decoder.tensors, slots)
     tokens = [sent.token for sent in received.depends_on]
-    tokens += [segment.token for segment in received.builds_on]
+    if received.segment is not None:
+        tokens = [received.segment.token]
     # The call was made with gradients on, even if its result is fetched with gradients off.
     with torch.enable_grad():
         attached = apply(RecvRpc, received, [decoder.tensors[slot] for slot in slots], *tokens, ANCHOR)
@@ -141,7 +145,7 @@ def on_gradients(received: ReceivedTensors, gradients: Gradients) -> bool:
         if has_gradient:
             run.contribute(received, gradients)  # the requester goes on from there
         return False
-    if has_gradient or received.group is not None:
+    if has_gradient or received.segment is not None:
         with current_task() as task:
             task.send_or_gather(received, gradients if has_gradient else None)
     return has_gradient

@@ -22,7 +22,7 @@ from gradwire.autograd.gradients import (
 from gradwire.autograd.graph import Root
 from gradwire.autograd.graph_tasks import BackwardRun, find_task
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.kept_state.suspended import SuspendedBackward, chain_barriers
+from gradwire.autograd.kept_state.suspended import SuspendedBackward
 from gradwire.autograd.messages import receive_call, send_results
 from gradwire.autograd.modes import detecting_anomaly
 from gradwire.autograd.records import SentArguments, SentResults
@@ -155,11 +155,11 @@ def _run(
     if suspended is None:
         to_come = [_find(engine, id) for id in message_ids(request.gradients_to_come)]
         all_results = [sent for sent in (*to_come, *dict(items)) if isinstance(sent, SentResults)]
-        root = chain_barriers(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
+        suspended = SuspendedBackward(id, engine, run, server_call)
+        root = suspended.root(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
         if root is None:
             _run_from_sent(engine, run, context, items)
             return run.contributions, False
-        suspended = run.suspended = SuspendedBackward(id, engine, run, server_call)
         suspended.start(partial(_run_suspended, engine, run, context, root, request.detect_anomaly))
     return suspended.add(results, server_call)
 
@@ -244,13 +244,7 @@ def serve_cleanup(engine: DistEngine, server_call: ServerCall) -> None:
     """Serves CleanupContext on the thread that reads: it is quick, and done before any later request."""
     request = wire.parse(autograd_pb2.CleanupContextRequest, server_call.request.body)
     context = ContextId.parse(request.context)
-    if request.suspended_backwards:
-        given_up = [engine.suspended.get(id) for id in message_ids(request.suspended_backwards)]
-        for suspended in given_up:
-            if suspended is not None:
-                suspended.give_up()
-        found = any(given_up)
-    elif request.messages:
+    if request.messages:
         found = engine.container.release(message_ids(request.messages))
     elif request.owner_is_gone and server_call.link is not None:
         found = engine.leases.end_unless_linked(context, server_call.link.peer.id)

@@ -12,17 +12,14 @@ gradients that were not sent yet, so no two peers can wait for one another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gradwire.autograd.gradients import Gradients
 from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup, arguments_behind
 from gradwire.autograd.propagating import GradientsToSend, Propagation, ResultGradients
 from gradwire.autograd.records import ReceivedTensors
-from gradwire.errors import GradwireError
-from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.torch_internals import will_engine_execute_node
-from gradwire.wire.ids import AutogradMessageId, message_protos
+from gradwire.wire.ids import AutogradMessageId
 
 if TYPE_CHECKING:
     from gradwire.autograd.graph_tasks import GraphTaskState
@@ -30,30 +27,21 @@ if TYPE_CHECKING:
 __all__ = ["Gathering", "Gatherings"]
 
 
-class Gatherings:
+class Gatherings(list["Gathering"]):
     """The gatherings of one graph task."""
 
     def __init__(self) -> None:
         self._by_result: dict[ReceivedTensors, Gathering] = {}
-        self._all: list[Gathering] = []
-
-    def __iter__(self) -> Iterator[Gathering]:
-        return iter(self._all)
 
     def of(self, received: ReceivedTensors, group: ResultGroup, task: GraphTaskState) -> Gathering:
         """The gathering that takes the gradients of a result: the same one even if its group has become part
         of another, since a suspended backward may wait for them."""
-        gathering = self._by_result.get(received)
-        if gathering is None:
-            awaited = {r for r in group.results if r not in self._by_result and _will_run(r)}
-            gathering = Gathering(task, received, awaited)
-            self._all.append(gathering)
-            self._by_result.update(dict.fromkeys([*awaited, received], gathering))
-        return gathering
-
-    def clear(self) -> None:
-        self._by_result.clear()
-        self._all.clear()
+        if received not in self._by_result:
+            results = (reference() for reference in group.results.valuerefs())
+            awaited = {r for r in results if r is not None and r not in self._by_result and _will_run(r)}
+            self.append(Gathering(task, received, awaited))
+            self._by_result.update(dict.fromkeys([*awaited, received], self[-1]))
+        return self._by_result[received]
 
 
 class Gathering:
@@ -79,41 +67,31 @@ class Gathering:
     def add(self, received: ReceivedTensors, gradients: Gradients | None) -> None:
         """The recv node of a result ran; None if it got no gradients."""
         self._awaited.discard(received)
-        if gradients is not None:
+        if self._suspended is not None and received.source.number >= self._lowest:
+            if gradients is not None:  # it comes too late for the suspended backward
+                self._task.send_alone(received, gradients)
+        elif gradients is not None:
             self._task.await_contributions(arguments_behind(received, self._passed), self)
-        elif self._suspended is not None and received.source.number < self._lowest:
-            gradients = [None] * received.arity  # the suspended backward waits for them
-        if gradients is not None:
             self._gathered.append((received, gradients))
+        elif self._suspended is not None:
+            self._gathered.append((received, [None] * received.arity))  # it need not be waited for
         if not self._awaited:
-            self.flush(may_wait=False)
+            self.flush()
 
-    def flush(self, *, may_wait: bool) -> None:
-        """Sends what was gathered, when the request before has its response: one could overtake another."""
-        if not self._gathered or not (may_wait or self._has_response):
+    def flush(self) -> None:
+        """Sends what was gathered, if the request before has its response: one could overtake another."""
+        if not self._gathered or not self._has_response:
             return
-        self._wait_for_response()
-        gathered, self._gathered = self._gathered, []
-        if self._suspended is not None:
-            for item in gathered:
-                if item[0].source.number >= self._lowest:
-                    self._task.send_alone(*item)
-            gathered = [item for item in gathered if item[0].source.number < self._lowest]
-        if gathered:
-            self._send(gathered)
-
-    def _send(self, items: list[ResultGradients]) -> None:
-        """Sends gradients to the suspended backward, which starts with them if results before them are still
-        awaited. Without any, it goes on to the end."""
-        self._lowest = min((received.source.number for received, _ in items), default=0)
+        self._take_response()
+        items, self._gathered = self._gathered, []
+        self._lowest = min(received.source.number for received, _ in items)
         to_come: list[AutogradMessageId] = []
         if self._suspended is None:
             # Only earlier results are announced: the worker goes from latest to earliest, so gradients that
             # were sent never wait for missing ones.
             to_come = [r.source for r in self._awaited if r.source.number < self._lowest]
             self._suspended = self._representative.engine.new_id() if to_come else None
-        to_send = GradientsToSend(self._representative, items, self._suspended, to_come)
-        self._last = self._task.send(to_send)
+        self._last = self._task.send(GradientsToSend(self._representative, items, self._suspended, to_come))
 
     @property
     def _has_response(self) -> bool:
@@ -126,10 +104,11 @@ class Gathering:
 
     def wait(self) -> None:
         """Returns when the contributions of all that was gathered are with the sent arguments."""
-        self.flush(may_wait=True)
-        self._wait_for_response()
+        self._take_response()
+        self.flush()
+        self._take_response()
 
-    def _wait_for_response(self) -> None:
+    def _take_response(self) -> None:
         if self._last is not None:
             self._last.wait()
             if not self._last.left_suspended:
@@ -140,23 +119,17 @@ class Gathering:
         if self._suspended is not None:
             # Some results are inputs of torch.autograd.grad: the engine captures their gradients without
             # running their nodes.
-            self._send([])
+            self._task.send(GradientsToSend(self._representative, [], self._suspended))
 
     def abandon(self) -> None:
-        """The graph task failed: tells the worker to cancel the suspended backward."""
-        if self._suspended is None:
-            return
-        request = autograd_pb2.CleanupContextRequest(suspended_backwards=message_protos([self._suspended]))
-        try:
-            link = self._representative.engine.link_to(self._representative)
-            link.send_request(link_pb2.METHOD_CLEANUP_CONTEXT, request.SerializeToString(), timeout=60.0)
-        except GradwireError:
-            pass  # the worker is gone, and the backward with it
+        """The graph task failed: tells the worker to give up the suspended backward."""
+        received = self._representative
+        if self._suspended is not None and received.link is not None:
+            received.engine.releases.to(received.link).append(self._suspended)
 
 
 def _will_run(received: ReceivedTensors) -> bool:
-    """Whether a gradient may come for a result in this graph task."""
-    if received.is_freed:
-        return False  # its recv node may run, but without a gradient, and the worker has let go of it
+    """Whether a gradient may come for a result in this graph task. If it is freed, its recv node may run, but
+    without a gradient, and the worker has let go of it."""
     node = None if received.node is None else received.node()
-    return node is not None and will_engine_execute_node(node)
+    return node is not None and not received.is_freed and will_engine_execute_node(node)

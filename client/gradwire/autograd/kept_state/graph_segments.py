@@ -1,9 +1,9 @@
 """What the graph on this peer depends on, found without walking any of its nodes twice.
 
 A walk goes from tensors that are about to be sent back to where the graph is known already. The nodes that it
-finds first are a `GraphSegment`. A segment has another below it if one of its nodes leads to a node of
-the other. So the messages that a tensor depends on can be read from the segments. Segments of one walk may
-form a circle. Nodes never change what they lead to, so a segment stays correct.
+finds first are a `GraphSegment`; the known segments that it meets are below it. So the messages that a tensor
+depends on can be read from the segments. They may be too many, because a segment stands for all of its nodes,
+but never too few. Nodes never change what they lead to, so a segment stays correct.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd.graph import edge_of, is_leaf_node, is_token_node
-from gradwire.autograd.records import ReceivedTensors
+from gradwire.autograd.graph import edge_of, is_leaf_node
+from gradwire.autograd.records import ReceivedTensors, SentResults
+from gradwire.torch_internals import sequence_number, set_sequence_number
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
 __all__ = ["GraphSegments", "SegmentHandle"]
@@ -32,10 +33,6 @@ class SegmentHandle:
     """
 
     id: AutogradMessageId
-    context: ContextId
-    peer: int
-    is_usable: bool = False
-    """Whether the receiver itself sent every message that the results depend on, so that it can follow."""
     is_known: bool = False
     """Whether the receiver has said that it received the results."""
 
@@ -43,13 +40,16 @@ class SegmentHandle:
 class GraphSegment:
     """The nodes that a walk found first. It lives as long as one of them does."""
 
-    __slots__ = ("below", "handle", "references")
+    __slots__ = ("below", "handle", "places", "references")
 
     def __init__(self) -> None:
         # Weakly: the graph may lose a recv node, and then its message is to be released.
         self.references: list[weakref.ref[ReceivedTensors]] = []
         """To received tensors in it that depend on messages of other peers."""
         self.below: dict[GraphSegment, None] = {}
+        self.places: set[tuple[int, ContextId] | None] = set()
+        """The peers and contexts that all came from which is in it or below; None for what a third peer has
+        part in."""
         self.handle: SegmentHandle | None = None
         """Of the first results that lead here, if results do."""
 
@@ -79,74 +79,60 @@ class GraphSegments:
     def reached_by(self, tensors: Sequence[torch.Tensor], peer: int) -> list[AutogradMessageId]:
         """The messages of other peers that `tensors` depend on. They are about to be sent to `peer`."""
         with self._lock:
-            return self._messages(_all_from(self._walk(tensors)), peer)
+            return self._messages(_reached_from(self._walk(tensors)), peer)
 
     def dependencies_of_results(
-        self, tensors: Sequence[torch.Tensor], handle: SegmentHandle, own_call: AutogradMessageId | None
-    ) -> tuple[list[AutogradMessageId], list[AutogradMessageId]]:
-        """The messages that results depend on, and earlier handles that stand for more of it. `handle`
-        becomes the name of the part of the graph that they lead into.
+        self, sent: SentResults, tensors: Sequence[torch.Tensor], own_call: AutogradMessageId | None
+    ) -> tuple[list[AutogradMessageId], list[AutogradMessageId], SegmentHandle | None]:
+        """The messages that results depend on, earlier results that stand for more of it, and the handle by
+        which later ones may be named so.
 
-        Where the peer knows all earlier handles, the messages behind those are not named. Results that share
-        nothing with others get no handle, since most functions keep nothing; if later results lead there
-        after all, the messages are named one by one.
+        Where the peer knows all earlier handles, the messages behind those are not named. There is a handle
+        only if the peer itself sent every message, in one context, so that it can follow: gradients that are
+        gathered for one context must not wait for those of another. Results that share nothing with others
+        get none either, since most functions keep nothing.
         """
         with self._lock:
             segment = self._walk(tensors)
-            named: Iterable[GraphSegment] = _all_from(segment)
-            earlier: list[SegmentHandle] = []
-            if segment.below or any(received.source != own_call for received in segment.received):
-                claimed, earlier = _claim(segment, handle)
-                handle.is_usable = self._is_usable(handle, claimed, earlier)
-                if not handle.is_usable:
-                    earlier = []
-                elif all(other.is_known for other in earlier):
-                    named = claimed
-            return self._messages(named, handle.peer), [other.id for other in earlier]
-
-    def _is_usable(
-        self, handle: SegmentHandle, claimed: Iterable[GraphSegment], earlier: Iterable[SegmentHandle]
-    ) -> bool:
-        # A handle stands for messages of one context: gradients that are gathered for one context must not
-        # wait for those of another.
-        place = handle.peer, handle.context
-        received = (received for segment in claimed for received in segment.received)
-        return (
-            handle.peer != self._peer
-            and all(one.are_arguments and (one.source.peer, one.context) == place for one in received)
-            and all(other.is_usable and (other.peer, other.context) == place for other in earlier)
-        )
+            is_shared = segment.below or any(received.source != own_call for received in segment.received)
+            place = sent.peer, sent.context
+            if not is_shared or sent.peer == self._peer or not segment.places <= {place}:
+                return self._messages(_reached_from(segment), sent.peer), [], None
+            handle = SegmentHandle(sent.id)
+            reached = _reached_from(segment, up_to_handles=True)
+            earlier = {one.handle: None for one in reached if one.handle is not None}
+            named = [one for one in reached if one.handle is None]
+            for one in named:
+                one.handle = handle
+                one.places.add(place)
+            if not all(other.is_known for other in earlier):
+                named = _reached_from(segment)
+            return self._messages(named, sent.peer), [other.id for other in earlier], handle
 
     def _walk(self, tensors: Sequence[torch.Tensor]) -> GraphSegment:
-        found = [GraphSegment()]
-        todo: list[tuple[GraphSegment, list[Any]]] = [(found[0], [edge_of(t).node for t in tensors])]
-        while todo:
-            segment, stack = todo.pop()
-            while stack:
-                node = stack.pop()
-                if is_leaf_node(node):
-                    continue
-                # With the node, not beside it: what Python sees of a node comes and goes.
-                metadata = node.metadata
-                known: GraphSegment | None = metadata.get(self._key)
-                if known is None:
-                    following = [further for further, _ in node.next_functions if further is not None]
-                    if not is_token_node(node):
-                        metadata[self._key] = segment
-                        received: ReceivedTensors | None = metadata.get("gradwire.received")
-                        if received is not None and received.is_live:
-                            segment.references.append(weakref.ref(received))
-                        stack += following
-                        continue
-                    # A token node starts a segment of its own: another result may depend on that token alone.
-                    known = metadata[self._key] = GraphSegment()
-                    found.append(known)
-                    todo.append((known, following))
-                if known is not segment:
-                    segment.below[known] = None
-        for segment in reversed(found):
-            segment.below = dict.fromkeys(below.stand_in for below in segment.below)
-        return found[0]
+        segment = GraphSegment()
+        stack: list[Any] = [edge_of(tensor).node for tensor in tensors]
+        while stack:
+            node = stack.pop()
+            if is_leaf_node(node):
+                continue
+            # With the node, not beside it: what Python sees of a node comes and goes.
+            metadata = node.metadata
+            known: GraphSegment | None = metadata.get(self._key)
+            if known is None:
+                metadata[self._key] = segment
+                if sequence_number(node) == 0:  # the first node that a thread makes; 0 is for barriers alone
+                    set_sequence_number(node, 1)
+                received: ReceivedTensors | None = metadata.get("gradwire.received")
+                if received is not None and received.is_live:
+                    segment.references.append(weakref.ref(received))
+                    place = (received.source.peer, received.context) if received.are_arguments else None
+                    segment.places.add(place)
+                stack += [further for further, _ in node.next_functions if further is not None]
+            elif known is not segment:
+                segment.below[known.stand_in] = None
+                segment.places |= known.places
+        return segment
 
     def _messages(self, segments: Iterable[GraphSegment], peer: int) -> list[AutogradMessageId]:
         """The messages in segments, as far as `peer` cannot find them by itself."""
@@ -161,30 +147,14 @@ class GraphSegments:
         return [id for id in reached if id.peer != self._peer or peer == self._peer]
 
 
-def _all_from(segment: GraphSegment) -> Iterator[GraphSegment]:
-    """A segment, and all that are reached from it."""
-    stack, seen = [segment], {segment}
-    while stack:
-        segment = stack.pop()
-        yield segment
-        stack.extend(below for below in segment.below if below not in seen)
-        seen.update(segment.below)
-
-
-def _claim(segment: GraphSegment, handle: SegmentHandle) -> tuple[list[GraphSegment], list[SegmentHandle]]:
-    """Gives the handle to segments that have none yet, from a segment down.
-
-    Returns the segments that got this handle, and the earlier handles met on the way.
-    """
-    claimed: list[GraphSegment] = []
-    earlier: dict[SegmentHandle, None] = {}
+def _reached_from(segment: GraphSegment, *, up_to_handles: bool = False) -> list[GraphSegment]:
+    """A segment, and all below it; if so wished, not what is below those that have a handle."""
+    reached = {segment: None}
     stack = [segment]
     while stack:
-        reached = stack.pop()
-        if reached.handle is None:
-            reached.handle = handle
-            claimed.append(reached)
-            stack.extend(reached.below)
-        elif reached.handle is not handle:
-            earlier[reached.handle] = None
-    return claimed, list(earlier)
+        one = stack.pop()
+        if one.handle is None or not up_to_handles:
+            new = [below for below in one.below if below not in reached]
+            reached.update(dict.fromkeys(new))
+            stack += new
+    return list(reached)

@@ -4,34 +4,28 @@ common."""
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
 from gradwire.autograd.records import ReceivedTensors, SentArguments
+from gradwire.wire.ids import AutogradMessageId
 
-__all__ = ["RemoteGraphSegment", "ResultGroup", "SegmentToken", "arguments_behind", "join"]
+__all__ = ["RemoteGraphSegment", "ResultGroup", "arguments_behind"]
 
 _lock = threading.Lock()
+"""Guards that groups become one."""
 
 
 class ResultGroup:
     """Results that have parts of a worker's graph in common: their gradients had better go together."""
 
     def __init__(self) -> None:
-        self.members: weakref.WeakSet[ReceivedTensors | SentArguments | RemoteGraphSegment] = (
-            weakref.WeakSet()
-        )
-        """The results, and what lies behind them."""
-
-    @property
-    def results(self) -> list[ReceivedTensors]:
-        with _lock:
-            return [member for member in self.members if isinstance(member, ReceivedTensors)]
+        self.results: WeakValueDictionary[AutogradMessageId, ReceivedTensors] = WeakValueDictionary()
+        self.merged_into: ResultGroup | None = None
 
 
 class RemoteGraphSegment:
@@ -40,50 +34,31 @@ class RemoteGraphSegment:
     Kept until the worker says that nothing there leads into that part any more.
     """
 
-    def __init__(self, received: ReceivedTensors) -> None:
+    def __init__(self, received: ReceivedTensors, builds_on: Sequence[RemoteGraphSegment]) -> None:
         self.source = received.source
-        self.peer = received.source.peer
         self.context = received.context
-        self.group: ResultGroup | None = None
-        self.builds_on: Sequence[RemoteGraphSegment] = received.builds_on
-        # Weakly: the worker says of each message by itself when nothing there refers to it any more.
-        self._arguments = [weakref.ref(sent) for sent in received.depends_on]
-
-    @property
-    def arguments(self) -> list[SentArguments]:
+        self.arguments = received.depends_on
         """Arguments that this peer sent, without those of the segments that this segment builds on."""
-        return [sent for reference in self._arguments if (sent := reference()) is not None]
-
-    @cached_property
-    def token(self) -> torch.Tensor:
+        self.builds_on = builds_on
+        tokens = [*(sent.token for sent in self.arguments), *(below.token for below in builds_on)]
+        with torch.enable_grad():
+            self.token: torch.Tensor = apply(SegmentToken, *tokens, ANCHOR)
         """One token for all that it depends on. Without it each result would need a token for every send
         node."""
-        tokens = [*(sent.token for sent in self.arguments), *(below.token for below in self.builds_on)]
-        with torch.enable_grad():
-            token: torch.Tensor = apply(SegmentToken, *tokens, ANCHOR)
-        return token
+        with _lock:
+            groups = {below.group for below in builds_on}
+            self._group = max(groups, key=lambda group: len(group.results), default=ResultGroup())
+            for other in groups - {self._group}:
+                self._group.results.update(other.results)
+                other.merged_into = self._group
+            self._group.results[received.source] = received
 
-
-def join(received: ReceivedTensors, may_be_built_on: bool) -> None:
-    """Puts results into a group with those that they build on, or that depend on the same arguments.
-
-    Not across contexts or workers: their gradients go to different places, and at different times.
-    """
-    behind: list[SentArguments | RemoteGraphSegment] = [*received.depends_on, *received.builds_on]
-    if any(b.peer != received.source.peer or b.context != received.context for b in behind):
-        return
-    segment = RemoteGraphSegment(received)
-    with _lock:
-        groups = {b.group for b in behind if b.group is not None}
-        largest = max(groups, key=lambda group: len(group.members), default=ResultGroup())
-        others = [member for group in groups - {largest} for member in group.members]
-        for member in (received, segment, *received.depends_on, *others):
-            member.group = largest
-            largest.members.add(member)
-    if may_be_built_on:
-        received.engine.container.keep_remote_segment(segment)
-        if received.link is not None:
-            received.engine.releases.to(received.link).append_learned(received.source)
+    @property
+    def group(self) -> ResultGroup:
+        """The results that lead here, and those that have other parts in common with them."""
+        while self._group.merged_into is not None:
+            self._group = self._group.merged_into
+        return self._group
 
 
 @gives_token
@@ -104,8 +79,10 @@ class SegmentToken(torch.autograd.Function):
 def arguments_behind(received: ReceivedTensors, passed: set[RemoteGraphSegment]) -> list[SentArguments]:
     """The arguments that may get contributions when results get gradients, without those behind segments that
     were `passed` before. Adds the segments that it passes."""
-    arguments = list(received.depends_on)
-    stack = list(received.builds_on)
+    if received.segment is None:
+        return list(received.depends_on)
+    arguments: list[SentArguments] = []
+    stack = [received.segment]
     while stack:
         segment = stack.pop()
         if segment not in passed:

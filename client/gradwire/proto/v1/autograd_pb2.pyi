@@ -191,16 +191,14 @@ class PropagateGradientsResponse(_message.Message):
     def __init__(self, contributions: _Optional[_Iterable[_Union[Gradients, _Mapping]]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., is_suspended: bool = ..., awaits_end: bool = ...) -> None: ...
 
 class CleanupContextRequest(_message.Message):
-    __slots__ = ("context", "messages", "owner_is_gone", "suspended_backwards")
+    __slots__ = ("context", "messages", "owner_is_gone")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     OWNER_IS_GONE_FIELD_NUMBER: _ClassVar[int]
-    SUSPENDED_BACKWARDS_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     messages: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     owner_is_gone: bool
-    suspended_backwards: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., owner_is_gone: bool = ..., suspended_backwards: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., owner_is_gone: bool = ...) -> None: ...
 
 class CleanupContextResponse(_message.Message):
     __slots__ = ("found",)
