@@ -24,7 +24,6 @@ import gradwire as gw
 import gradwire_server as gws
 from gradwire.autograd.kept_state import suspended
 from gradwire.autograd.kept_state.gathering import Gathering
-from gradwire.autograd.kept_state.remote_segments import ResultGroup
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.runtime.scope import current_scope, entered
 
@@ -253,9 +252,9 @@ def test_groups_that_become_one_during_a_backward(step: int, backward: str, trio
     assert (2, 1) in groups
 
 
-def _group_of(result: torch.Tensor) -> ResultGroup | None:
+def _group_of(result: torch.Tensor) -> int | None:
     received = getattr(result.grad_fn, "metadata", {}).get("gradwire.received")
-    return None if received is None or received.segment is None else received.segment.group
+    return None if received is None or received.segment is None else id(received.segment.group)
 
 
 @pytest.mark.parametrize("route", ["aaa", "aab", "aba", "bab", "abb"])
@@ -531,9 +530,9 @@ def was_held(workers: dict[str, gws.Worker], monkeypatch: pytest.MonkeyPatch) ->
     started: list[str] = []
     start = suspended.SuspendedBackward.start
 
-    def remember(self: suspended.SuspendedBackward, work: Callable[[], None]) -> None:
-        started.append(str(self.id))
-        start(self, work)
+    def remember(self: suspended.SuspendedBackward, id: Any, work: Callable[[], None]) -> None:
+        started.append(str(id))
+        start(self, id, work)
 
     monkeypatch.setattr(suspended.SuspendedBackward, "start", remember)
     return started
@@ -551,26 +550,25 @@ def test_a_request_that_comes_when_a_run_is_about_to_wait(
     """It is not answered before what it brings has run."""
     trio, _ = local_trio
     about_to_wait: list[threading.Event] = []
-    start, has_come = suspended.SuspendedBackward.start, suspended.SuspendedBackward._has_come
+    start, take_request = suspended.SuspendedBackward.start, suspended.SuspendedBackward._take_request
 
-    def start_and_let_it_wait(self: suspended.SuspendedBackward, work: Callable[[], None]) -> None:
+    def start_and_let_it_wait(self: suspended.SuspendedBackward, id: Any, work: Callable[[], None]) -> None:
         about_to_wait.append(threading.Event())
-        start(self, work)
+        start(self, id, work)
         assert about_to_wait[-1].wait(LET_GO_WITHIN)
 
-    def let_it_come_now(self: suspended.SuspendedBackward, id: Any) -> bool:
-        found = has_come(self, id)
+    def let_it_come_now(self: suspended.SuspendedBackward) -> None:
         if not about_to_wait[-1].is_set():
-            assert not found
+            assert self._requests.empty()
             about_to_wait[-1].set()
             give_up_at = time.monotonic() + LET_GO_WITHIN
             while self._requests.empty():
                 assert time.monotonic() < give_up_at
                 time.sleep(0.001)
-        return found
+        take_request(self)
 
     monkeypatch.setattr(suspended.SuspendedBackward, "start", start_and_let_it_wait)
-    monkeypatch.setattr(suspended.SuspendedBackward, "_has_come", let_it_come_now)
+    monkeypatch.setattr(suspended.SuspendedBackward, "_take_request", let_it_come_now)
     trio.check(each_from_the_one_before, leaf())
     assert about_to_wait
 

@@ -7,12 +7,12 @@ A token is a scalar that carries no data. An edge to a node that gives a token m
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gradwire.torch_internals import apply_function, node_class, will_engine_execute_node
+from gradwire.torch_internals import apply_function, will_engine_execute_node
 
 __all__ = [
     "ANCHOR",
@@ -20,16 +20,13 @@ __all__ = [
     "Root",
     "apply",
     "edge_of",
-    "gives_token",
     "is_leaf_node",
-    "is_token_node",
     "leaf_of",
     "nodes_from",
     "wants_all_leaves",
 ]
 
 Root = torch.Tensor | GradientEdge
-_Function = TypeVar("_Function", bound=torch.autograd.Function)
 
 # Not memory of torch's own allocator, which reads its settings when it is first asked for memory:
 # `tune_malloc` would come too late.
@@ -60,20 +57,6 @@ def leaf_of(leaf_node: Node) -> torch.Tensor:
     """The leaf tensor that a node accumulates into."""
     variable: torch.Tensor = leaf_node.variable  # type: ignore[attr-defined]
     return variable
-
-
-def is_token_node(node: object) -> bool:
-    """Whether a node gives a token: an edge to it is a dependency, not data."""
-    return type(node) in _token_nodes
-
-
-_token_nodes: set[type] = set()
-
-
-def gives_token(function: type[_Function]) -> type[_Function]:
-    """Decorates a function whose output is a token."""
-    _token_nodes.add(node_class(function))
-    return function
 
 
 apply = apply_function  # tensors that torch.func has wrapped do not travel

@@ -66,8 +66,6 @@ class BackwardRun:
     retain_graph: bool = True
     """If another peer requested it, the graph is kept until that peer lets go of it."""
     contributions: list[tuple[AutogradMessageId, Gradients]] = field(default_factory=list)
-    to_inject: dict[AutogradMessageId, Gradients] = field(default_factory=dict)
-    """Kept state: gradients that came for results after it started, until they are injected."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Of the results that it starts from: each raises if parameters are no longer those of the forward."""
 
@@ -180,7 +178,7 @@ class GraphTaskState:
         if gradients is not None:
             received.mark_freed(gradients, for_good=not self.retain_graph)
         if received.segment is not None and not self.create_graph:
-            self._gatherings.of(received, received.segment.group, self).add(received, gradients)
+            self._gatherings.of(received, received.segment, self).add(received, gradients)
         elif gradients is not None:
             self.send_alone(received, gradients)
 
@@ -196,11 +194,11 @@ class GraphTaskState:
         self._sent.append(propagation)
         return propagation
 
-    def await_contributions(self, arguments: Sequence[SentArguments], of: Propagation | Gathering) -> None:
+    def await_contributions(self, arguments: Sequence[SentArguments], *of: Propagation | Gathering) -> None:
         """Contributions to arguments may come: their send nodes must not run before those are there."""
         for sent in arguments:
             self.awaited[sent.id] = sent
-            sent.await_contributions(self.id, of)
+            sent.await_contributions(self.id, *of)
 
     def before_collecting(self, sent: SentArguments) -> None:
         """A send node is about to wait for contributions: others are to work meanwhile."""

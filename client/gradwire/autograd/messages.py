@@ -13,7 +13,6 @@ import torch
 
 from gradwire import wire
 from gradwire.autograd.engine import DistEngine
-from gradwire.autograd.kept_state.suspended import add_injector
 from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.autograd.send_recv import add_send, receive, send
 from gradwire.proto.v1 import autograd_pb2
@@ -139,7 +138,8 @@ def _describe_dependencies(
         reached, builds_on, handle = engine.graph_segments.dependencies_of_results(sent, tensors, own_call)
         if handle is not None:
             engine.releases.to(link).offer(handle)
-            add_injector(sent, tensors)
+            sent.as_arguments = SentArguments(sent.id, sent.context, tensors, sent.peer)
+            add_send(sent.as_arguments, tensors)
             metadata.may_be_built_on = True
     metadata.depends_on.extend(message_protos(reached))
     metadata.builds_on.extend(message_protos(builds_on))

@@ -69,10 +69,10 @@ class SentArguments:
             return [None] * self.arity
         return [None if node is None else GradientEdge(node, slot) for node, slot in send.next_functions]
 
-    def await_contributions(self, task: int, of: Propagation | Gathering) -> None:
+    def await_contributions(self, task: int, *of: Propagation | Gathering) -> None:
         """Has the send node of a graph task wait for responses, which may bring gradients."""
         with self._lock:
-            self._awaiting.setdefault(task, []).append(of)
+            self._awaiting.setdefault(task, []).extend(of)
 
     def awaited_in(self, task: int) -> list[Propagation | Gathering]:
         """The requests whose responses may bring gradients for a graph task."""
@@ -132,8 +132,8 @@ class SentResults:
         self.bytes = sum(map(nbytes, tensors))
         self.check_fresh = check_fresh
         """Raises if the parameters are no longer those of the forward."""
-        self.injector: torch.Tensor | None = None
-        """The token of the gradient injector, if a backward can be suspended until their gradients come."""
+        self.as_arguments: SentArguments | None = None
+        """Kept state: has a send node that brings their gradients into a backward that waited for them."""
 
 
 class ReceivedTensors:

@@ -33,7 +33,7 @@ import torch
 from gradwire import wire
 from gradwire.autograd.aliases import share_history
 from gradwire.autograd.gradients import Gradients
-from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
+from gradwire.autograd.graph import ANCHOR, TOKEN, apply
 from gradwire.autograd.graph_tasks import current_run, current_task, find_task
 from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
 from gradwire.autograd.records import ReceivedTensors, SentArguments
@@ -161,7 +161,6 @@ def collect(sent: SentArguments, task_id: int) -> Gradients:
         return sent.collect(task_id)
 
 
-@gives_token
 class SendRpc(torch.autograd.Function):
     """forward: arguments -> token. backward: the contributions to the arguments. In the graph it is called
     SendRpcBackward, as PyTorch's is."""

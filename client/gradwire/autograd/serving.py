@@ -29,6 +29,7 @@ from gradwire.autograd.records import SentArguments, SentResults
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.runtime.scope import current_scope, entered
+from gradwire.system.threads import computing
 from gradwire.transport.base import Payload, ServerCall
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids
 
@@ -155,22 +156,23 @@ def _run(
     if suspended is None:
         to_come = [_find(engine, id) for id in message_ids(request.gradients_to_come)]
         all_results = [sent for sent in (*to_come, *dict(items)) if isinstance(sent, SentResults)]
-        suspended = SuspendedBackward(id, engine, run, server_call)
+        suspended = SuspendedBackward(engine, run, server_call)
         root = suspended.root(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
         if root is None:
             _run_from_sent(engine, run, context, items)
             return run.contributions, False
-        suspended.start(partial(_run_suspended, engine, run, context, root, request.detect_anomaly))
+        suspended.start(id, partial(_run_suspended, engine, run, context, [root], request.detect_anomaly))
     return suspended.add(results, server_call)
 
 
 def _run_suspended(
-    engine: DistEngine, run: BackwardRun, context: ContextId, root: torch.Tensor, detect_anomaly: bool
+    engine: DistEngine, run: BackwardRun, context: ContextId, roots: list[torch.Tensor], detect_anomaly: bool
 ) -> None:
     """What a suspended backward runs, on its own thread."""
     in_use = engine.container.in_use(context, run.collect_into, requester=run.requester)
-    with entered(current_scope()), in_use, detecting_anomaly(detect_anomaly):
-        _backward(engine, run, context, [root], [torch.zeros(())])
+    with computing(), entered(current_scope()), in_use, detecting_anomaly(detect_anomaly):
+        _backward(engine, run, context, roots, [torch.zeros(())])
+    roots.clear()  # and the graph with them, before there is a response
 
 
 def _run_from_sent(

@@ -1,6 +1,6 @@
 """Sends gradients in one request if they meet in one graph on the worker.
 
-A graph task gathers the gradients of a `ResultGroup`, and sends them in one request when the last of
+A graph task gathers the gradients of a group of results, and sends them in one request when the last of
 them is there: the worker runs its graph once.
 
 A send node may need contributions before that: where the arguments of a call were computed from the result of
@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from gradwire.autograd.gradients import Gradients
-from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup, arguments_behind
+from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, arguments_behind
 from gradwire.autograd.propagating import GradientsToSend, Propagation, ResultGradients
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.torch_internals import will_engine_execute_node
@@ -33,12 +33,11 @@ class Gatherings(list["Gathering"]):
     def __init__(self) -> None:
         self._by_result: dict[ReceivedTensors, Gathering] = {}
 
-    def of(self, received: ReceivedTensors, group: ResultGroup, task: GraphTaskState) -> Gathering:
+    def of(self, received: ReceivedTensors, segment: RemoteGraphSegment, task: GraphTaskState) -> Gathering:
         """The gathering that takes the gradients of a result: the same one even if its group has become part
         of another, since a suspended backward may wait for them."""
         if received not in self._by_result:
-            results = (reference() for reference in group.results.valuerefs())
-            awaited = {r for r in results if r is not None and r not in self._by_result and _will_run(r)}
+            awaited = {r for r in segment.group_results if r not in self._by_result and _will_run(r)}
             self.append(Gathering(task, received, awaited))
             self._by_result.update(dict.fromkeys([*awaited, received], self[-1]))
         return self._by_result[received]

@@ -4,28 +4,20 @@ common."""
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
-from gradwire.autograd.graph import ANCHOR, TOKEN, apply, gives_token
+from gradwire.autograd.graph import ANCHOR, TOKEN, apply
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.wire.ids import AutogradMessageId
 
-__all__ = ["RemoteGraphSegment", "ResultGroup", "arguments_behind"]
+__all__ = ["RemoteGraphSegment", "arguments_behind"]
 
 _lock = threading.Lock()
 """Guards that groups become one."""
-
-
-class ResultGroup:
-    """Results that have parts of a worker's graph in common: their gradients had better go together."""
-
-    def __init__(self) -> None:
-        self.results: WeakValueDictionary[AutogradMessageId, ReceivedTensors] = WeakValueDictionary()
-        self.merged_into: ResultGroup | None = None
 
 
 class RemoteGraphSegment:
@@ -45,23 +37,27 @@ class RemoteGraphSegment:
             self.token: torch.Tensor = apply(SegmentToken, *tokens, ANCHOR)
         """One token for all that it depends on. Without it each result would need a token for every send
         node."""
+        self._received = weakref.ref(received)
+        self.group: weakref.WeakValueDictionary[AutogradMessageId, RemoteGraphSegment]
+        """The segments that have something in common with this one: their results' gradients had better go
+        together."""
         with _lock:
-            groups = {below.group for below in builds_on}
-            self._group = max(groups, key=lambda group: len(group.results), default=ResultGroup())
-            for other in groups - {self._group}:
-                self._group.results.update(other.results)
-                other.merged_into = self._group
-            self._group.results[received.source] = received
+            self.group = max(
+                (below.group for below in builds_on), key=len, default=weakref.WeakValueDictionary()
+            )
+            others = [below.group for below in builds_on if below.group is not self.group]
+            for segment in (self, *(one for other in others for one in other.values())):
+                segment.group = self.group
+                self.group[segment.source] = segment
 
     @property
-    def group(self) -> ResultGroup:
-        """The results that lead here, and those that have other parts in common with them."""
-        while self._group.merged_into is not None:
-            self._group = self._group.merged_into
-        return self._group
+    def group_results(self) -> list[ReceivedTensors]:
+        """The results of its group that still exist."""
+        segments = [reference() for reference in self.group.valuerefs()]
+        results = [segment._received() for segment in segments if segment is not None]
+        return [received for received in results if received is not None]
 
 
-@gives_token
 class SegmentToken(torch.autograd.Function):
     """forward: tokens -> one token that stands for them all. backward: a gradient for each."""
 
