@@ -18,8 +18,8 @@ import torch
 from gradwire.autograd.gradients import Gradients
 from gradwire.autograd.graph import edge_of, wants_all_leaves
 from gradwire.autograd.hooks import run_waiting_hooks
-from gradwire.autograd.kept_state.gathering import Gathering, Gatherings
-from gradwire.autograd.kept_state.remote_segments import arguments_behind
+from gradwire.autograd.kept_state.gathering import Gathering
+from gradwire.autograd.kept_state.remote_segments import ResultGroup, arguments_behind
 from gradwire.autograd.propagating import GradientsToSend, Propagation, send_gradients
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.torch_internals import (
@@ -153,7 +153,7 @@ class GraphTaskState:
         self.awaiting_end: set[Link] = set()
         """To peers where hooks wait for the end of the pass."""
         self._sent: list[Propagation] = []
-        self._gatherings = Gatherings()
+        self._gatherings: dict[ResultGroup, Gathering] = {}
         self._finished = False
 
     def pass_id(self, engine: DistEngine) -> AutogradMessageId:
@@ -178,7 +178,10 @@ class GraphTaskState:
         if gradients is not None:
             received.mark_freed(gradients, for_good=not self.retain_graph)
         if received.segment is not None and not self.create_graph:
-            self._gatherings.of(received, received.segment, self).add(received, gradients)
+            group = received.segment.group
+            if group not in self._gatherings:
+                self._gatherings[group] = Gathering(self, group, received)
+            self._gatherings[group].add(received, gradients)
         elif gradients is not None:
             self.send_alone(received, gradients)
 
@@ -206,13 +209,13 @@ class GraphTaskState:
             self._flush()
 
     def _flush(self) -> None:
-        for gathering in self._gatherings:
+        for gathering in self._gatherings.values():
             gathering.flush()
 
     def wait_for_requests(self) -> None:
         """Waits until all is done that follows from what ran so far."""
         self._flush()
-        for gathering in self._gatherings:
+        for gathering in self._gatherings.values():
             gathering.wait()
         for propagation in self._sent:
             propagation.wait()
@@ -233,7 +236,7 @@ class GraphTaskState:
 
     def _wait_for_all(self) -> None:
         self.wait_for_requests()
-        for gathering in self._gatherings:
+        for gathering in self._gatherings.values():
             gathering.finish()
         for propagation in self._sent:
             propagation.wait()
@@ -251,7 +254,7 @@ class GraphTaskState:
         self._finished = True
         for propagation in self._sent:
             propagation.cancel()
-        for gathering in self._gatherings:
+        for gathering in self._gatherings.values():
             gathering.abandon()
         self._forget()
 
@@ -262,7 +265,7 @@ class GraphTaskState:
             sent.forget(self.id)
         self.awaited.clear()
         self._sent.clear()
-        self._gatherings = Gatherings()
+        self._gatherings.clear()
 
     def __del__(self) -> None:
         # The engine drops the callbacks of a graph task in which a node raised.

@@ -156,7 +156,7 @@ def _run(
     if suspended is None:
         to_come = [_find(engine, id) for id in message_ids(request.gradients_to_come)]
         all_results = [sent for sent in (*to_come, *dict(items)) if isinstance(sent, SentResults)]
-        suspended = SuspendedBackward(engine, run, server_call)
+        suspended = SuspendedBackward(run, server_call)
         root = suspended.root(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
         if root is None:
             _run_from_sent(engine, run, context, items)

@@ -1,6 +1,6 @@
 """Sends gradients in one request if they meet in one graph on the worker.
 
-A graph task gathers the gradients of a group of results, and sends them in one request when the last of
+A graph task gathers the gradients of a `ResultGroup`, and sends them in one request when the last of
 them is there: the worker runs its graph once.
 
 A send node may need contributions before that: where the arguments of a call were computed from the result of
@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from gradwire.autograd.gradients import Gradients
-from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, arguments_behind
+from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup, arguments_behind
 from gradwire.autograd.propagating import GradientsToSend, Propagation, ResultGradients
 from gradwire.autograd.records import ReceivedTensors
 from gradwire.torch_internals import will_engine_execute_node
@@ -24,34 +24,17 @@ from gradwire.wire.ids import AutogradMessageId
 if TYPE_CHECKING:
     from gradwire.autograd.graph_tasks import GraphTaskState
 
-__all__ = ["Gathering", "Gatherings"]
-
-
-class Gatherings(list["Gathering"]):
-    """The gatherings of one graph task."""
-
-    def __init__(self) -> None:
-        self._by_result: dict[ReceivedTensors, Gathering] = {}
-
-    def of(self, received: ReceivedTensors, segment: RemoteGraphSegment, task: GraphTaskState) -> Gathering:
-        """The gathering that takes the gradients of a result: the same one even if its group has become part
-        of another, since a suspended backward may wait for them."""
-        if received not in self._by_result:
-            awaited = {r for r in segment.group_results if r not in self._by_result and _will_run(r)}
-            self.append(Gathering(task, received, awaited))
-            self._by_result.update(dict.fromkeys([*awaited, received], self[-1]))
-        return self._by_result[received]
+__all__ = ["Gathering"]
 
 
 class Gathering:
     """The gradients of one graph task for the results of one group."""
 
-    def __init__(
-        self, task: GraphTaskState, representative: ReceivedTensors, awaited: set[ReceivedTensors]
-    ) -> None:
+    def __init__(self, task: GraphTaskState, group: ResultGroup, representative: ReceivedTensors) -> None:
         self._task = weakref.proxy(task)
         self._representative = representative
-        self._awaited = awaited
+        results = (reference() for reference in group.results.valuerefs())
+        self._awaited = {result for result in results if result is not None and _will_run(result)}
         """Results whose recv nodes have not run yet."""
         self._gathered: list[ResultGradients] = []
         self._passed: set[RemoteGraphSegment] = set()
@@ -78,32 +61,26 @@ class Gathering:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what was gathered, if the request before has its response: one could overtake another."""
-        if not self._gathered or not self._has_response:
+        """Sends what was gathered, after the response to the request before: one could overtake another."""
+        if not self._gathered:
             return
         self._take_response()
         items, self._gathered = self._gathered, []
         self._lowest = min(received.source.number for received, _ in items)
-        to_come: list[AutogradMessageId] = []
-        if self._suspended is None:
-            # Only earlier results are announced: the worker goes from latest to earliest, so gradients that
-            # were sent never wait for missing ones.
-            to_come = [r.source for r in self._awaited if r.source.number < self._lowest]
-            self._suspended = self._representative.engine.new_id() if to_come else None
+        # Only earlier results are announced: the worker goes from latest to earliest, so gradients that were
+        # sent never wait for missing ones.
+        to_come = [r.source for r in self._awaited if not self._suspended and r.source.number < self._lowest]
+        if to_come:
+            self._suspended = self._representative.engine.new_id()
         self._last = self._task.send(GradientsToSend(self._representative, items, self._suspended, to_come))
-
-    @property
-    def _has_response(self) -> bool:
-        return self._last is None or self._last.is_settled
 
     @property
     def is_settled(self) -> bool:
         """Whether waiting takes no time."""
-        return not self._gathered and self._has_response
+        return not self._gathered and (self._last is None or self._last.is_settled)
 
     def wait(self) -> None:
         """Returns when the contributions of all that was gathered are with the sent arguments."""
-        self._take_response()
         self.flush()
         self._take_response()
 

@@ -84,13 +84,14 @@ class GraphSegments:
     def dependencies_of_results(
         self, sent: SentResults, tensors: Sequence[torch.Tensor], own_call: AutogradMessageId | None
     ) -> tuple[list[AutogradMessageId], list[AutogradMessageId], SegmentHandle | None]:
-        """The messages that results depend on, earlier results that stand for more of it, and the handle by
-        which later ones may be named so.
+        """The messages that results depend on, earlier results that stand for more of them, and the handle by
+        which later results may name these.
 
-        Where the peer knows all earlier handles, the messages behind those are not named. There is a handle
-        only if the peer itself sent every message, in one context, so that it can follow: gradients that are
-        gathered for one context must not wait for those of another. Results that share nothing with others
-        get none either, since most functions keep nothing.
+        There is a handle only if the peer itself sent every message, in one context, so that it can follow:
+        gradients that are gathered for one context must not wait for those of another. Results that share
+        nothing with others get none either, since most functions keep nothing.
+
+        Where the peer knows all earlier handles, the messages behind those are not named.
         """
         with self._lock:
             segment = self._walk(tensors)

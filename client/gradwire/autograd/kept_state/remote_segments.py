@@ -3,10 +3,9 @@ common."""
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -14,10 +13,19 @@ from gradwire.autograd.graph import ANCHOR, TOKEN, apply
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.wire.ids import AutogradMessageId
 
-__all__ = ["RemoteGraphSegment", "arguments_behind"]
+__all__ = ["RemoteGraphSegment", "ResultGroup", "arguments_behind"]
 
-_lock = threading.Lock()
-"""Guards that groups become one."""
+
+class ResultGroup:
+    """Results that have parts of a worker's graph in common: their gradients had better go together.
+
+    A result that leads into parts of several groups joins the oldest. So each part is run for one more group
+    at most wherever two of them meet.
+    """
+
+    def __init__(self, first: AutogradMessageId) -> None:
+        self.age = first.number
+        self.results: WeakValueDictionary[AutogradMessageId, ReceivedTensors] = WeakValueDictionary()
 
 
 class RemoteGraphSegment:
@@ -37,25 +45,9 @@ class RemoteGraphSegment:
             self.token: torch.Tensor = apply(SegmentToken, *tokens, ANCHOR)
         """One token for all that it depends on. Without it each result would need a token for every send
         node."""
-        self._received = weakref.ref(received)
-        self.group: weakref.WeakValueDictionary[AutogradMessageId, RemoteGraphSegment]
-        """The segments that have something in common with this one: their results' gradients had better go
-        together."""
-        with _lock:
-            self.group = max(
-                (below.group for below in builds_on), key=len, default=weakref.WeakValueDictionary()
-            )
-            others = [below.group for below in builds_on if below.group is not self.group]
-            for segment in (self, *(one for other in others for one in other.values())):
-                segment.group = self.group
-                self.group[segment.source] = segment
-
-    @property
-    def group_results(self) -> list[ReceivedTensors]:
-        """The results of its group that still exist."""
-        segments = [reference() for reference in self.group.valuerefs()]
-        results = [segment._received() for segment in segments if segment is not None]
-        return [received for received in results if received is not None]
+        groups = [below.group for below in builds_on] or [ResultGroup(received.source)]
+        self.group: ResultGroup = min(groups, key=lambda group: group.age)
+        self.group.results[received.source] = received
 
 
 class SegmentToken(torch.autograd.Function):

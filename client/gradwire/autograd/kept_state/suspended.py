@@ -10,13 +10,11 @@ far is done, and the request that brought them gets its response.
 from __future__ import annotations
 
 import contextvars
-import math
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,9 +29,6 @@ from gradwire.torch_internals import input_metadata, set_sequence_number
 from gradwire.transport.base import ServerCall
 from gradwire.wire.ids import AutogradMessageId
 
-if TYPE_CHECKING:
-    from gradwire.autograd.engine import DistEngine
-
 __all__ = ["SuspendedBackward"]
 
 Items = Sequence[tuple[SentResults, Gradients]]
@@ -45,8 +40,7 @@ _LIVENESS_SECONDS = 1.0
 class SuspendedBackward:
     """A backward whose gradients come in several requests. It runs on a thread of its own."""
 
-    def __init__(self, engine: DistEngine, run: BackwardRun, first_call: ServerCall) -> None:
-        self._engine = weakref.proxy(engine)
+    def __init__(self, run: BackwardRun, first_call: ServerCall) -> None:
         self._run = run
         self._first_call = first_call
         """Cancelling it cancels what the backward requests of others."""
@@ -56,7 +50,7 @@ class SuspendedBackward:
         """To be settled when all is done that follows from the gradients that it took last."""
         self._gradients: dict[AutogradMessageId, Gradients] = {}
         """Those that it took, until they are in the graph."""
-        self._lowest: float = math.inf
+        self._lowest = float("inf")
         """The number of the earliest result among those that it took last. No gradients come any more for
         results after it."""
         self._given_up: str | None = None
@@ -78,26 +72,22 @@ class SuspendedBackward:
 
     def start(self, id: AutogradMessageId, backward: Callable[[], None]) -> None:
         """Runs the backward on a thread of its own, with the context variables of the caller."""
-        self._engine.suspended[id] = self
-        thread = DaemonThreads("gradwire-suspended")
-        self._end = thread.submit(contextvars.copy_context().run, backward)
-        self._end.add_done_callback(partial(self._engine.suspended.pop, id))
+        going_on = self._run.engine.suspended
+        going_on[id] = self
+        self._end = DaemonThreads("gradwire-suspended").submit(contextvars.copy_context().run, backward)
+        self._end.add_done_callback(partial(going_on.pop, id))
 
     def add(self, items: Items, server_call: ServerCall) -> tuple[Contributions, bool]:
         """Adds gradients, and returns when all that follows from them is done; without gradients, no more
         come. The contributions, and whether the backward is suspended until more gradients come."""
         done: Future[None] = Future()
         self._requests.put((items, done))
-        take_back = server_call.when_cancelled(self.give_up)
-        try:
-            wait([done, self._end], return_when=FIRST_COMPLETED)
-        finally:
-            take_back()
-        is_suspended = done.done()
-        if not is_suspended:
+        server_call.when_cancelled(self.give_up)
+        wait([done, self._end], return_when=FIRST_COMPLETED)
+        if not done.done():
             self._end.result()
         contributions, self._run.contributions = self._run.contributions, []
-        return contributions, is_suspended
+        return contributions, done.done()
 
     def give_up(self, why: str = "its requester cancelled it") -> None:
         """The requester does not want the rest: the backward is cancelled at its next barrier."""
@@ -130,7 +120,7 @@ class SuspendedBackward:
             request = self._requests.get(timeout=_LIVENESS_SECONDS)
         except Empty:
             link = self._first_call.link
-            if link is None or link.ended is not None or self._engine.passes.is_over(self._run.pass_id):
+            if link is None or link.ended is not None or self._run.engine.passes.is_over(self._run.pass_id):
                 self.give_up("its requester is gone, or the backward that it is part of is over")
             return
         if request is not None:
