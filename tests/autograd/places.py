@@ -118,6 +118,11 @@ class Place:
         result: torch.Tensor = self._call(to, "recur", self.recur(x, key), key)
         return result
 
+    def times_cached(self, x: torch.Tensor) -> torch.Tensor:
+        """What is kept was made once, and saves nothing for backward."""
+        self.kept.setdefault("cached", self.bias + 1)
+        return x * self.kept["cached"]
+
     def in_slots(self, x: torch.Tensor, write: str | None, beside: str, answer: str) -> torch.Tensor:
         """Keeps the argument in one slot, with what is in another, and answers with what is in a third."""
         if write is not None:

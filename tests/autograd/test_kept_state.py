@@ -290,6 +290,21 @@ def test_a_result_that_is_spent_is_an_argument_that_is_not_used(trio: Both, leaf
     trio.check(compute, leaf(0), leaf(1))
 
 
+@pytest.mark.parametrize("calls", [1, 2, 3, 5])
+def test_what_is_kept_over_many_steps(calls: int, trio: Both, leaf: Leaf) -> None:
+    """The graphs behind arguments of earlier steps are freed: no later backward goes through them, although
+    results of those steps are what the worker calls its state by."""
+    x, copy = leaf(), leaf()
+    for _ in range(4):
+        for call, one in ((trio.call, x), (trio.oracle_call, copy)):
+            total: Any = 0
+            for k in range(calls):
+                total = total + call("a", "times_cached", one * one * (k + 1)).sum()
+            total.backward()
+        assert_close(x.grad, copy.grad, "x")
+        trio.check_parameters()
+
+
 def test_contexts_that_share_what_is_kept_are_exact(trio: Both, leaf: Leaf) -> None:
     """A call in another context reaches a part of what the calls of the first one kept."""
 

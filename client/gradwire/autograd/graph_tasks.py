@@ -209,13 +209,13 @@ class GraphTaskState:
             self._flush()
 
     def _flush(self) -> None:
-        for gathering in self._gatherings.values():
+        for gathering in tuple(self._gatherings.values()):
             gathering.flush()
 
     def wait_for_requests(self) -> None:
         """Waits until all is done that follows from what ran so far."""
         self._flush()
-        for gathering in self._gatherings.values():
+        for gathering in tuple(self._gatherings.values()):
             gathering.wait()
         for propagation in self._sent:
             propagation.wait()
@@ -236,7 +236,7 @@ class GraphTaskState:
 
     def _wait_for_all(self) -> None:
         self.wait_for_requests()
-        for gathering in self._gatherings.values():
+        for gathering in tuple(self._gatherings.values()):
             gathering.finish()
         for propagation in self._sent:
             propagation.wait()
@@ -254,7 +254,7 @@ class GraphTaskState:
         self._finished = True
         for propagation in self._sent:
             propagation.cancel()
-        for gathering in self._gatherings.values():
+        for gathering in tuple(self._gatherings.values()):
             gathering.abandon()
         self._forget()
 

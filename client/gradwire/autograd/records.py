@@ -23,7 +23,7 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
     from gradwire.autograd.kept_state.gathering import Gathering
-    from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
+    from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup
     from gradwire.autograd.propagating import Propagation
     from gradwire.autograd.releases import PeerReleases
 
@@ -50,6 +50,8 @@ class SentArguments:
         self.metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         self.token: torch.Tensor | None = None
         """The output of the send node. An edge to it means: depends on these arguments."""
+        self.group: ResultGroup | None = None
+        """Kept state: the group of the results that depend on these arguments."""
         # Reentrant: the destructor of a graph task's state may run at any moment, within these very methods.
         self._lock = threading.RLock()
         self._awaiting: dict[int, list[Propagation | Gathering]] = {}

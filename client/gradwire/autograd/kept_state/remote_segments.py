@@ -3,9 +3,9 @@ common."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,7 +25,7 @@ class ResultGroup:
 
     def __init__(self, first: AutogradMessageId) -> None:
         self.age = first.number
-        self.results: WeakValueDictionary[AutogradMessageId, ReceivedTensors] = WeakValueDictionary()
+        self.results = weakref.WeakValueDictionary[AutogradMessageId, ReceivedTensors]()
 
 
 class RemoteGraphSegment:
@@ -37,17 +37,36 @@ class RemoteGraphSegment:
     def __init__(self, received: ReceivedTensors, builds_on: Sequence[RemoteGraphSegment]) -> None:
         self.source = received.source
         self.context = received.context
-        self.arguments = received.depends_on
-        """Arguments that this peer sent, without those of the segments that this segment builds on."""
         self.builds_on = builds_on
-        tokens = [*(sent.token for sent in self.arguments), *(below.token for below in builds_on)]
-        with torch.enable_grad():
-            self.token: torch.Tensor = apply(SegmentToken, *tokens, ANCHOR)
-        """One token for all that it depends on. Without it each result would need a token for every send
-        node."""
-        groups = [below.group for below in builds_on] or [ResultGroup(received.source)]
+        # Weakly: the worker says of each message by itself when nothing there refers to it any more.
+        self._arguments = [weakref.ref(sent) for sent in received.depends_on]
+        self._token: tuple[int, torch.Tensor] | None = None
+        # By arguments, too: where results are read in another order, what they build on is not known yet.
+        behind: list[RemoteGraphSegment | SentArguments] = [*builds_on, *received.depends_on]
+        groups = [one.group for one in behind if one.group is not None] or [ResultGroup(received.source)]
         self.group: ResultGroup = min(groups, key=lambda group: group.age)
+        for sent in received.depends_on:
+            sent.group = self.group
         self.group.results[received.source] = received
+
+    @property
+    def arguments(self) -> list[SentArguments]:
+        """Arguments that this peer sent, without those of the segments that this segment builds on."""
+        return [sent for reference in self._arguments if (sent := reference()) is not None]
+
+    @property
+    def token(self) -> torch.Tensor:
+        """One token for all that it depends on: without it each result would need one for every send node.
+
+        It is another one once arguments are gone: their graph may be freed, so that a later backward through
+        it would be an error.
+        """
+        arguments = self.arguments
+        if self._token is None or self._token[0] != len(arguments):
+            tokens = [*(sent.token for sent in arguments), *(below.token for below in self.builds_on)]
+            with torch.enable_grad():
+                self._token = len(arguments), apply(SegmentToken, *tokens, ANCHOR)
+        return self._token[1]
 
 
 class SegmentToken(torch.autograd.Function):

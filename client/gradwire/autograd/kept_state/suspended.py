@@ -72,9 +72,9 @@ class SuspendedBackward:
 
     def start(self, id: AutogradMessageId, backward: Callable[[], None]) -> None:
         """Runs the backward on a thread of its own, with the context variables of the caller."""
+        self._end = DaemonThreads("gradwire-suspended").submit(contextvars.copy_context().run, backward)
         going_on = self._run.engine.suspended
         going_on[id] = self
-        self._end = DaemonThreads("gradwire-suspended").submit(contextvars.copy_context().run, backward)
         self._end.add_done_callback(partial(going_on.pop, id))
 
     def add(self, items: Items, server_call: ServerCall) -> tuple[Contributions, bool]:
