@@ -21,8 +21,7 @@ from gradwire.transport.grpc_link import PROTOCOLS, GrpcLink, NativeGrpcLink, ne
 from gradwire.transport.in_process import InProcessLink
 from gradwire.transport.local_streams import LocalStreams
 from gradwire.transport.memory_budget import MemoryBudget
-from gradwire.transport.native import Budget
-from gradwire.transport.native_session import NativeSession, NativeStream
+from gradwire.transport.native_session import Budget, NativeSession, NativeStream
 from gradwire.transport.same_host import LocalListener, accept_handshake
 from gradwire.transport.session import Session
 from gradwire.transport.streams import StreamPair, Streams

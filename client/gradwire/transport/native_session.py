@@ -43,9 +43,11 @@ from gradwire.transport.base import (
 )
 from gradwire.wire import Limits
 
-__all__ = ["NativeSession", "NativeStream"]
+__all__ = ["Budget", "NativeSession", "NativeStream"]
 
 log = logging.getLogger("gradwire.link")
+
+Budget = native.Budget
 
 _RETRY_AFTER_SECONDS = 0.1
 

@@ -1,6 +1,7 @@
 """State that a worker keeps from call to call, in time that grows linearly with the number of calls.
 
-Such a worker has one graph for the results of all calls. Nothing here is needed for right gradients: if each
+Such a worker has one graph for the results of all calls. `graph_segments` is needed for right gradients: it
+finds what results depend on, without which contributions would be missing. The rest is for speed: if each
 gradient went back through that graph alone, the sums would be the same, but T calls would cost T runs of up
 to T steps. So:
 
