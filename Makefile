@@ -9,10 +9,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-oldest test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
+.PHONY: help install native demo test test-oldest native-fuzz native-sanitize test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## create .venv with gradwire (editable) and the development tools
 
@@ -33,6 +33,12 @@ test: native ## run the tests; ARGS="-k send -x" is passed on to pytest
 
 test-oldest: ## run the tests on the oldest torch that pyproject.toml claims, in an environment of its own
 	@PYTHON="$(PYTHON)" scripts/test-oldest $(ARGS)
+
+native-fuzz: $(INSTALLED) ## sessions of native/ under random input and sanitizers, for SECONDS=120; ARGS="--libfuzzer"
+	@scripts/native-check fuzz --seconds $(SECONDS) $(ARGS)
+
+native-sanitize: $(INSTALLED) ## run the tests of native/ with sanitizers; ARGS="-k cancel" is passed on to pytest
+	@scripts/native-check sanitize $(ARGS)
 
 test-slow: native ## run the tests that take minutes: thousands of steps, many kills
 	@$(BIN)/python -m pytest -m slow $(ARGS)
@@ -93,6 +99,6 @@ down: ## stop and remove those containers
 	$(COMPOSE) down --remove-orphans
 
 clean: ## remove the environments, caches and build results
-	rm -rf .venv .venv-* dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -f client/gradwire/transport/native.abi3.so
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
