@@ -41,7 +41,12 @@ class Pool {
         return data;
       }
     }
-    return map(size);
+    try {
+      return map(size);
+    } catch (const std::bad_alloc&) {
+      trim(0);
+      return map(size);
+    }
   }
 
   void give_back(uint8_t* data, size_t size) {
@@ -51,7 +56,13 @@ class Pool {
       munmap(data, size);
       return;
     }
-    kept_.push_back({data, size, Clock::now()});
+    try {
+      kept_.push_back({data, size, Clock::now()});
+    } catch (const std::bad_alloc&) {
+      lock.unlock();
+      munmap(data, size);
+      return;
+    }
     kept_bytes_ += size;
     drop_oldest(lock, [&](const Kept&) { return kept_bytes_ > limit_; });
   }
@@ -142,6 +153,9 @@ Block::~Block() {
 
 PoolUse pool_use() { return pool().use(); }
 void set_pool_limit(size_t bytes) { pool().set_limit(bytes); }
-void trim_pool(double seconds) { pool().trim(seconds); }
+bool trim_pool(double seconds) {
+  pool().trim(seconds);
+  return pool().use().kept_bytes > 0;
+}
 
 }  // namespace gradwire

@@ -43,7 +43,7 @@ struct PoolUse {
 };
 PoolUse pool_use();
 void set_pool_limit(size_t bytes);
-// Gives memory back to the system that has not been used again for `seconds`.
-void trim_pool(double seconds);
+// Gives memory back to the system that has not been used again for `seconds`. Returns whether any is left.
+bool trim_pool(double seconds);
 
 }  // namespace gradwire

@@ -234,7 +234,7 @@ constexpr std::pair<const char*, Event::Kind> KINDS[] = {
     {"ERROR", Event::Kind::error},         {"EXPIRED", Event::Kind::expired},
     {"NO_MEMORY", Event::Kind::no_memory}, {"DISCARDED", Event::Kind::discarded},
     {"UNREACHABLE", Event::Kind::unreachable},
-    {"CANCELLED", Event::Kind::cancelled}, {"CHECK", Event::Kind::check},
+    {"CANCELLED", Event::Kind::cancelled}, {"ACKNOWLEDGED", Event::Kind::acknowledged}, {"CHECK", Event::Kind::check},
     {"GOODBYE", Event::Kind::goodbye},
 };
 
@@ -506,8 +506,8 @@ PyObject* session_statistics(PyObject* self, PyObject* args) {
 }
 
 void session_deallocate(PyObject* self) {
+  ReleaseUnused at_the_end;
   deallocate<PySession>(self);
-  unused().release();
 }
 
 Session& session_of(PyObject* self) { return *reinterpret_cast<PySession*>(self)->value; }
@@ -560,6 +560,19 @@ PyType_Slot session_slots[] = {
 PyType_Spec session_spec = {"gradwire.transport.native.Session", sizeof(PySession), 0, Py_TPFLAGS_DEFAULT,
                             session_slots};
 
+// -- the memory that attachments arrive in
+
+PyObject* trim(PyObject*, PyObject* args) {
+  double seconds;
+  if (!PyArg_ParseTuple(args, "d", &seconds)) return nullptr;
+  return PyBool_FromLong(trim_pool(seconds));
+}
+
+PyMethodDef functions[] = {
+    {"trim_pool", trim, METH_VARARGS, "Gives memory back that was not used again for some seconds."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
   PyObject* type = checked(PyType_FromSpec(&spec));
   check(PyModule_AddObjectRef(module, name, type));
@@ -576,6 +589,7 @@ void add_session(PyObject* module) {
   check(PyModule_AddObjectRef(module, "Event", checked(reinterpret_cast<PyObject*>(event_type))));
   protocol_error = checked(PyErr_NewException("gradwire.transport.native.ProtocolError", nullptr, nullptr));
   check(PyModule_AddObjectRef(module, "ProtocolError", protocol_error));
+  check(PyModule_AddFunctions(module, functions));
   check(PyModule_AddIntConstant(module, "MOST_ATTACHMENTS", MOST_ATTACHMENTS));
   for (const auto& [name, kind] : KINDS) check(PyModule_AddIntConstant(module, name, static_cast<long>(kind)));
 }

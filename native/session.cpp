@@ -168,14 +168,19 @@ CallHandle Session::call(Seconds now, uint32_t method, std::string_view body, st
   OutboundCall& started = *call;
   calls_.emplace(started.handle, std::move(call));
   CallHandle handle = started.handle;
-  if (enters_window(started)) start(now, started);
-  else kept_back_.push_back(handle);
+  try {
+    if (enters_window(started)) start(now, started);
+    else kept_back_.push_back(handle);
+  } catch (...) {  // without memory: the caller will not know of the call
+    finish(now, started);
+    throw;
+  }
   return handle;
 }
 
 void Session::start(Seconds now, OutboundCall& call) {
   if (!attached_ && !call.waits_for_connection) {
-    respond_to_call(now, call, Event::Kind::unreachable, {});
+    report(now, call, Event::Kind::unreachable, {});
     return;
   }
   call.id = ++last_id_;
@@ -283,7 +288,7 @@ void Session::withdraw(Seconds now, OutboundCall& call) {
   if (call.response) {
     // The response has begun to arrive. Acknowledged, the rest of it stays where it is.
     acknowledge(call.id, true);
-    respond_to_call(now, call, Event::Kind::discarded, call.response->body);
+    report(now, call, Event::Kind::discarded, call.response->body);
     return;
   }
   // What is left of it is an entry that waits for the response, which every request gets.
@@ -315,7 +320,7 @@ void Session::finish(Seconds now, OutboundCall& call) {
   leave_window(now, *owned);
 }
 
-void Session::respond_to_call(Seconds now, OutboundCall& call, Event::Kind kind, std::string_view body) {
+void Session::report(Seconds now, OutboundCall& call, Event::Kind kind, std::string_view body) {
   emit(kind, call).body = body;
   finish(now, call);
 }
@@ -468,11 +473,10 @@ void Session::detach() {
 
 // -- output
 
-std::shared_ptr<Session::Packet> Session::put(std::string bytes) {
+void Session::put(std::string bytes) {
   auto packet = std::make_shared<Packet>();
   packet->bytes = std::move(bytes);
-  waiting_.push_back(packet);
-  return packet;
+  waiting_.push_back(std::move(packet));
 }
 
 std::shared_ptr<Session::Packet> Session::put_message(Key key, const std::shared_ptr<Content>& content,
@@ -482,9 +486,11 @@ std::shared_ptr<Session::Packet> Session::put_message(Key key, const std::shared
     write_chunk_head(frame, key.second, key.first, copy.size);
     frame.append(reinterpret_cast<const char*>(copy.data), copy.size);
   }
-  auto packet = put(std::move(frame));
+  auto packet = std::make_shared<Packet>();
+  packet->bytes = std::move(frame);
   if (!content->is_copied())
     packet->transfer = std::make_unique<Transfer>(Transfer{.key = key, .content = content, .left = content->total});
+  waiting_.push_back(packet);
   return packet;
 }
 
@@ -725,8 +731,8 @@ void Session::on(Seconds now, const Response& response) {
   }
   if (response.failed) {
     acknowledge(response.id, is_large);
-    if (call->deadline <= now) respond_to_call(now, *call, Event::Kind::expired, {});
-    else if (!retry_later(now, *call, response.body)) respond_to_call(now, *call, Event::Kind::error, response.body);
+    if (call->deadline <= now) report(now, *call, Event::Kind::expired, {});
+    else if (!retry_later(now, *call, response.body)) report(now, *call, Event::Kind::error, response.body);
     return;
   }
   call->response = std::make_unique<Arriving>();
@@ -789,7 +795,9 @@ void Session::prepare_block(Seconds now) {
       set_error(*inbound(id), settings_.no_memory);
     } else {
       acknowledge(id, true);
-      respond_to_call(now, *call_by_id(id), Event::Kind::no_memory, {});
+      OutboundCall& call = *call_by_id(id);
+      emit(Event::Kind::no_memory, call);
+      report(now, call, Event::Kind::discarded, message->body);
     }
   }
 }
@@ -867,6 +875,7 @@ void Session::on(Seconds, const Acknowledge& acknowledge) {
       throw ProtocolError("an acknowledgement of a response that was not sent");
     stop_sending({true, id}, call->response.get(), packet);
     inbound_.erase(id);
+    emit(Event::Kind::acknowledged, id);
   }
 }
 

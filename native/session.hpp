@@ -6,7 +6,7 @@
 // What it guarantees, however often the connection is cut:
 // - a request that its requester has not given up is served once, and its response arrives once;
 // - messages from a peer are complete or not there; nobody sees a part of an attachment;
-// - small messages wait for one chunk of a large one at most.
+// - small messages wait for one chunk of another one's attachments at most (bodies are not cut into chunks).
 //
 // How:
 // - Both peers number their requests from 1, and requests are sent in the order of their numbers. So a request
@@ -87,7 +87,8 @@ struct Event {
     no_memory,  // there is no memory for the attachments of the call's response
     unreachable,  // the call would have had to wait for a connection
     discarded,  // the response to a call that was cancelled, or had expired; its attachments are left out
-    cancelled,  // the requester no longer wants the response; id: of the request
+    cancelled,     // the requester no longer wants the response; id: of the request
+    acknowledged,  // the requester has the response, or does not want it; id: of the request
     check,      // all of an outbound message but its last bytes has been sent; id: for `confirm` or `reject`
     goodbye,    // the peer ended the session, and `end` is to follow; body: the Error if there was one
   } kind;
@@ -158,7 +159,7 @@ class Session {
   bool is_attached() const { return attached_; }
 
   bool has_output() const;
-  // The bytes to write next: small frames up to about `small_bytes`, and one chunk.
+  // The bytes to write next: small frames up to about `small_bytes`, and one chunk. This is where `check` happens.
   Output take_output(size_t small_bytes = 256 * 1024);
 
   // Takes bytes that were read; without a connection, they are of an earlier one and ignored. Throws ProtocolError,
@@ -224,7 +225,7 @@ class Session {
   void add_timer(Seconds when, CallHandle handle);
   void withdraw(Seconds now, OutboundCall& call);
   void finish(Seconds now, OutboundCall& call);
-  void respond_to_call(Seconds now, OutboundCall& call, Event::Kind kind, std::string_view body);
+  void report(Seconds now, OutboundCall& call, Event::Kind kind, std::string_view body);
   OutboundCall* call_by_id(uint64_t id) const;
 
   // requests of the other peer
@@ -237,7 +238,7 @@ class Session {
   void give_back_quota(InboundCall& call);
 
   // output
-  std::shared_ptr<Packet> put(std::string bytes);
+  void put(std::string bytes);
   std::shared_ptr<Packet> put_message(Key key, const std::shared_ptr<Content>& content, std::string frame);
   void stop_sending(Key key, const Content* content, const std::shared_ptr<Packet>& packet);
   void add_chunk(Output& output);

@@ -196,6 +196,7 @@ PyObject* Py_XNewRef(PyObject* obj);
 // Modules and types
 PyObject* PyModuleDef_Init(PyModuleDef*);
 int PyModule_AddObjectRef(PyObject* mod, const char* name, PyObject* value);
+int PyModule_AddFunctions(PyObject*, PyMethodDef*);
 int PyModule_AddIntConstant(PyObject*, const char*, long);
 int PyModule_AddStringConstant(PyObject*, const char*, const char*);
 void* PyModule_GetState(PyObject*);

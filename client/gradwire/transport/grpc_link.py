@@ -467,16 +467,19 @@ class NativeGrpcLink(NativeSession, _Connector):
                 self.receive_or_refuse(data, stream)
         except grpc.RpcError as error:
             reason = _explain(error, 0.0)
-        self._break_reason = self._break_reason or reason
-        self._cut()
+        if self._ended is None and not stream.closed:
+            self._break_reason = self._break_reason or reason
+            self._cut()
 
 
 def new_grpc_link(
     target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings
 ) -> GrpcLink | NativeGrpcLink:
     """A link of the kind that the settings ask for."""
-    kind = NativeGrpcLink if settings.protocol == NativeGrpcLink.PROTOCOL else GrpcLink
-    return kind(target, local, handler, settings)
+    for kind in (GrpcLink, NativeGrpcLink):
+        if settings.protocol == kind.PROTOCOL:
+            return kind(target, local, handler, settings)
+    raise ValueError(f"protocol {settings.protocol} is not spoken here, only {PROTOCOLS}")
 
 
 def _first_frame(call: Any) -> link_pb2.Frame:

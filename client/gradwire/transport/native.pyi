@@ -31,11 +31,17 @@ DISCARDED: int
 """The response to a call that was withdrawn, or had expired; without its attachments."""
 CANCELLED: int
 """The requester no longer wants the response. `id` is the request's."""
+ACKNOWLEDGED: int
+"""The requester has the response to a request, or does not want it. `id` is the request's."""
 CHECK: int
 """All of a message but its last bytes has been sent. `id` is for `confirm`, which lets them go, and `reject`.
 """
 GOODBYE: int
 """The other peer ended the session: `end` is to follow. `body` is the serialized link_pb2.Error, or empty."""
+
+def trim_pool(seconds: float, /) -> bool:
+    """Gives back memory that attachments arrived in, if it was not used again for `seconds`. Returns whether
+    any is kept."""
 
 class ProtocolError(Exception):
     """The other peer broke the protocol: the session is to be closed."""

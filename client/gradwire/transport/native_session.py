@@ -50,6 +50,8 @@ log = logging.getLogger("gradwire.link")
 Budget = native.Budget
 
 _RETRY_AFTER_SECONDS = 0.1
+_KEPT_SECONDS = 30.0
+"""How long memory that attachments arrived in is kept, to be used again."""
 
 
 class NativeStream:
@@ -108,6 +110,16 @@ class _Call:
         self.future = future
         self.timeout = timeout
         self.attachments = attachments
+
+    def let_go(self) -> None:
+        """There is an outcome, or none is wanted: frees the memory of the attachments. The native session may
+        keep the cookie for as long as the other peer takes to respond, and the future refers to the call."""
+        self.attachments = ()
+        self.future.abandon = None
+
+    def settle(self, outcome: Payload | GradwireError) -> None:
+        self.let_go()
+        self.future.settle(outcome)
 
 
 class NativeServerCall(ServerCall):
@@ -217,16 +229,17 @@ class NativeSession(Link):
             )
             if timeout is not None:
                 self._set_timer(now)
-            future.abandon = partial(self._withdraw, handle)
+            future.abandon = partial(self._withdraw, handle, call)
             self._wake()
         if future.cancelled():
-            self._withdraw(handle)  # it was cancelled before `abandon` was set
+            self._withdraw(handle, call)  # it was cancelled before `abandon` was set
         return future
 
-    def _withdraw(self, handle: int) -> None:
+    def _withdraw(self, handle: int, call: _Call) -> None:
         with self._lock:
             self._native.withdraw(time.monotonic(), handle)
-            events = self._take_events()
+            events = self._after_change()
+        call.let_go()
         self._handle_events(events)
 
     def read_for(self, future: ResponseFuture) -> None:
@@ -269,14 +282,12 @@ class NativeSession(Link):
     def respond(self, call: NativeServerCall, body: bytes, attachments: Sequence[Sendable]) -> bool:
         views = [attachment.view for attachment in attachments]
         with self._lock:
-            self._inbound.pop(call.id, None)
             is_sent = self._native.respond(call.id, body, views, bool(views), attachments)
             self._wake()
         return is_sent
 
     def fail(self, call: NativeServerCall, error: link_pb2.Error) -> bool:
         with self._lock:
-            self._inbound.pop(call.id, None)
             is_sent = self._native.fail(call.id, error.SerializeToString())
             self._wake()
         return is_sent
@@ -327,22 +338,24 @@ class NativeSession(Link):
         """Wakes the writing thread if there is something to write. The lock is held."""
         stream = self._stream
         if stream is not None and stream.is_asleep and self._native.has_output:
-            stream.is_asleep = False
+            # In this order: if Ctrl-C interrupts between the lines, the stream is woken once more.
             stream.wake()
+            stream.is_asleep = False
 
     def receive(self, data: bytes, stream: NativeStream) -> None:
         """Handles data that was read from a stream. Raises if it breaks the protocol."""
-        try:
-            with self._lock:
-                if self._stream is not stream:
-                    return  # it was replaced; the other peer sends what matters again
+        broken: native.ProtocolError | None = None
+        with self._lock:
+            if self._stream is not stream:
+                return  # it was replaced; the other peer sends what matters again
+            try:
                 self._native.receive(time.monotonic(), data)
-                events = self._take_events()
-                if self._delivery_is_awaited:
-                    self._delivered.notify_all()
-        except native.ProtocolError as error:
-            raise ProtocolError(f"{self.peer}: {error}", worker=str(self.peer)) from error
-        self._handle_events(events)
+            except native.ProtocolError as error:
+                broken = error
+            events = self._after_change()
+        self._handle_events(events)  # of what came before the protocol was broken, too
+        if broken is not None:
+            raise ProtocolError(f"{self.peer}: {broken}", worker=str(self.peer)) from broken
 
     def receive_or_refuse(self, data: bytes, stream: NativeStream) -> None:
         """Like `receive`, for threads that read a stream: an error ends the session, not the thread."""
@@ -366,21 +379,27 @@ class NativeSession(Link):
 
     # -- events
 
-    def _take_events(self) -> list[native.Event]:
-        """What has happened. The lock is held."""
+    def _after_change(self) -> list[native.Event]:
+        """To be called after each change of the native session, with the lock held. Returns what has
+        happened, for `_handle_events`."""
         self._wake()
-        due = self._native.next_tick
-        if due is not None and (self._timer is None or due < self._timer.due):
-            self._set_timer(time.monotonic())
-        return self._native.take_events()
+        self._set_timer(time.monotonic())
+        events = self._native.take_events()
+        for event in events:
+            if event.kind == native.REQUEST:
+                # Here, so that no other thread can come with a cancellation before.
+                self._inbound[event.id] = NativeServerCall(self, event)
+        if self._delivery_is_awaited:
+            self._delivered.notify_all()
+        return events
 
     def _set_timer(self, now: float) -> None:
-        due = self._native.next_tick
-        if due is None or (self._timer is not None and self._timer.due <= due):
+        due, before = self._native.next_tick, self._timer
+        if due is None or (before is not None and before.due <= due):
             return
-        if self._timer is not None:
-            self._timer.cancel()
         self._timer = call_later(max(due - now, 0.0), self._tick)
+        if before is not None:
+            before.cancel()
 
     def _tick(self) -> None:
         with self._lock:
@@ -389,20 +408,24 @@ class NativeSession(Link):
                 return
             now = time.monotonic()
             self._native.tick(now)
-            events = self._take_events()
-            self._set_timer(now)
+            events = self._after_change()
         self._handle_events(events)
 
     def _handle_events(self, events: list[native.Event]) -> None:
         for event in events:
-            _HANDLERS[event.kind](self, event)
+            try:
+                _HANDLERS[event.kind](self, event)
+            except Exception as error:
+                log.exception("an event of the session with %s could not be handled", self.peer)
+                failure = InternalError(f"an event could not be handled: {error!r}")
+                if isinstance(event.cookie, _Call):
+                    event.cookie.settle(failure)
+                self.refuse(failure)
 
     def _on_request(self, event: native.Event) -> None:
-        call = NativeServerCall(self, event)
-        with self._lock:
-            if self._ended is not None:
-                return
-            self._inbound[event.id] = call
+        call = self._inbound.get(event.id)
+        if call is None:
+            return  # the session has ended meanwhile
         try:
             self._handler(call)
         except Exception as error:
@@ -415,26 +438,30 @@ class NativeSession(Link):
         if call is not None:
             call.cancel()
 
+    def _on_acknowledged(self, event: native.Event) -> None:
+        # Kept until here: if the session ends before, what was done for the requester is undone.
+        self._inbound.pop(event.id, None)
+
     def _on_response(self, event: native.Event) -> None:
-        event.cookie.future.settle(Payload(event.body, _buffers(event.attachments)))
+        event.cookie.settle(Payload(event.body, _buffers(event.attachments)))
 
     def _on_error(self, event: native.Event) -> None:
         error = link_pb2.Error.FromString(event.body)
         if not error.worker:
             error.worker = str(self.peer)
-        event.cookie.future.settle(faults.rebuild(error))
+        event.cookie.settle(faults.rebuild(error))
 
     def _on_expired(self, event: native.Event) -> None:
         timeout = round(event.cookie.timeout or 0.0, 3)
         message = f"{self.peer} did not respond within {timeout:g} s"
-        event.cookie.future.settle(DeadlineExceeded(message, worker=str(self.peer)))
+        event.cookie.settle(DeadlineExceeded(message, worker=str(self.peer)))
 
     def _on_no_memory(self, event: native.Event) -> None:
         message = f"no memory for the attachments of a response of {self.peer}"
-        event.cookie.future.settle(ResourceExhausted(message, worker=str(self.peer)))
+        event.cookie.settle(ResourceExhausted(message, worker=str(self.peer)))
 
     def _on_unreachable(self, event: native.Event) -> None:
-        event.cookie.future.settle(self._unreachable())
+        event.cookie.settle(self._unreachable())
 
     def _unreachable(self) -> ConnectFailed:
         return ConnectFailed(f"{self.peer} is unreachable right now", worker=str(self.peer))
@@ -455,10 +482,10 @@ class NativeSession(Link):
                 error = InternalError(f"an attachment could not be checked: {raised!r}")
             assert isinstance(error, GradwireError)
             if not event.flag:
-                event.cookie.future.settle(error)
+                event.cookie.settle(error)
             with self._lock:
                 self._native.reject(time.monotonic(), event.id, _error(error, self.local))
-                events = self._take_events()
+                events = self._after_change()
             self._handle_events(events)
             return
         with self._lock:
@@ -490,9 +517,11 @@ class NativeSession(Link):
         with self._lock:
             if self._ended is not None:
                 return
-            self._ended = error
+            # What came before goes first, and calls of which there is an outcome are not open any more.
+            events = self._after_change()
             calls: list[_Call] = self._native.open_calls()
             end()
+            self._ended = error
             inbound, self._inbound = self._inbound, {}
             callbacks, self._end_callbacks = self._end_callbacks, []
             if self._timer is not None:
@@ -500,10 +529,11 @@ class NativeSession(Link):
             self._delivered.notify_all()
             if self._stream is not None:
                 # Whatever is left to write: the goodbye, or nothing.
-                self._stream.is_asleep = False
                 self._stream.wake()
+                self._stream.is_asleep = False
+        self._handle_events(events)
         for call in calls:
-            call.future.settle(error.again())
+            call.settle(error.again())
         call_each(call.cancel for call in inbound.values())
         call_each(partial(callback, self) for callback in callbacks)
 
@@ -543,13 +573,34 @@ _HANDLERS = {
     native.UNREACHABLE: NativeSession._on_unreachable,
     native.DISCARDED: NativeSession._on_discarded,
     native.CANCELLED: NativeSession._on_cancelled,
+    native.ACKNOWLEDGED: NativeSession._on_acknowledged,
     native.CHECK: NativeSession._on_check,
     native.GOODBYE: NativeSession._on_goodbye,
 }
 
 
 def _buffers(blocks: Sequence[native.Block]) -> tuple[Buffer, ...]:
+    if blocks:
+        _trim_later()
     return tuple(np.frombuffer(memoryview(block), dtype=np.uint8) for block in blocks)
+
+
+_trimming = False
+
+
+def _trim_later() -> None:
+    """Has memory given back that was not used again for a while."""
+    global _trimming
+    if not _trimming:
+        _trimming = True
+        call_later(_KEPT_SECONDS, _trim)
+
+
+def _trim() -> None:
+    global _trimming
+    _trimming = False
+    if native.trim_pool(_KEPT_SECONDS):
+        _trim_later()
 
 
 def _error(error: GradwireError, local: PeerIdentity) -> bytes:

@@ -45,6 +45,7 @@ class Peer:
     refused: Counter[bytes] = field(default_factory=Counter)
     open_requests: dict[int, native.Event] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
+    acknowledged: set[int] = field(default_factory=set)
     unconfirmed: list[int] = field(default_factory=list)
     expected_errors: set[bytes] = field(default_factory=set)
     count: int = 0
@@ -111,6 +112,10 @@ class Peer:
                 assert event.id not in self.open_requests
                 self.check_attachments(event.body, event)
                 self.open_requests[event.id] = event
+            elif event.kind == native.ACKNOWLEDGED:
+                assert event.id not in self.open_requests
+                assert event.id not in self.acknowledged
+                self.acknowledged.add(event.id)
             elif event.kind == native.CANCELLED:
                 assert event.id not in self.cancelled
                 self.cancelled.add(event.id)

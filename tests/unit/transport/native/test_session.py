@@ -184,7 +184,7 @@ class TestCancelling:
         ends.exchange()
         discarded = only(ends.a, native.DISCARDED)
         assert (discarded.id, discarded.body, discarded.attachments) == (handle, b"crossing", ())
-        assert not ends.b.take_events()
+        assert only_acknowledged(ends.b) == [request.id]
 
     def test_a_request_that_was_not_written_yet_is_not_sent(self) -> None:
         ends = Ends()
@@ -790,6 +790,23 @@ class TestLimits:
         ]
         session.receive(0.0, link_pb2.Envelope(frames=chunks).SerializeToString())
         assert not session.take_events()
+
+
+def only_acknowledged(session: native.Session) -> list[int]:
+    events = session.take_events()
+    assert all(event.kind == native.ACKNOWLEDGED for event in events)
+    return [event.id for event in events]
+
+
+def test_a_responder_learns_that_its_response_has_arrived() -> None:
+    ends = Ends()
+    ends.a.call(0.0, METHOD, b"")
+    (request,) = ends.requests()
+    ends.b.respond(request.id, b"", [pattern(BIG)])
+    ends.deliver(ends.b)
+    assert only_acknowledged(ends.b) == []
+    ends.deliver(ends.a)
+    assert only_acknowledged(ends.b) == [request.id]
 
 
 def test_a_cancelled_request_gets_the_error_for_it() -> None:

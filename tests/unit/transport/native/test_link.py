@@ -1,0 +1,116 @@
+"""What a NativeSession makes of its native session: futures, server calls, callbacks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from gradwire import errors
+from gradwire.proto.v1 import link_pb2
+from gradwire.transport import LinkSettings, NativeSession, NativeStream, PeerIdentity, ServerCall
+
+METHOD = link_pb2.METHOD_FORWARD_WITH_AUTOGRAD
+
+
+class Memory:
+    def __init__(self, content: bytes) -> None:
+        self.view = memoryview(content)
+
+    def check_unmodified(self) -> None:
+        pass
+
+
+class Pair:
+    """Two sessions. What one writes the other reads when a test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[ServerCall] = []
+        self.a = NativeSession(PeerIdentity(1, "a"), PeerIdentity(2, "b"), self.calls.append, LinkSettings())
+        self.b = NativeSession(PeerIdentity(2, "b"), PeerIdentity(1, "a"), self.calls.append, LinkSettings())
+        self.streams = {session: NativeStream(session) for session in (self.a, self.b)}
+        for session, stream in self.streams.items():
+            session.attach(stream)
+
+    def deliver(self, sender: NativeSession) -> None:
+        receiver = self.b if sender is self.a else self.a
+        while data := sender.take_output(self.streams[sender]):
+            receiver.receive_or_refuse(data, self.streams[receiver])
+
+    def request(self, *attachments: Memory) -> ServerCall:
+        self.future = self.a.send_request(METHOD, b"", attachments)
+        self.deliver(self.a)
+        return self.calls.pop()
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def envelope(*responses: link_pb2.Response) -> bytes:
+    frames = [link_pb2.Frame(response=response) for response in responses]
+    return link_pb2.Envelope(frames=frames).SerializeToString()
+
+
+def test_an_error_that_cannot_be_read_leaves_no_call_without_an_outcome(pair: Pair) -> None:
+    first, second = (pair.a.send_request(METHOD, b"") for _ in range(2))
+    broken = b"\x22\x03" + b"\x12\x01\xff"  # a response's error, whose message is no UTF-8
+    frame = b"\x22" + bytes([2 + len(broken)]) + b"\x08\x01" + b"\x1a" + broken[1:]
+    data = b"\x0a" + bytes([len(frame)]) + frame + envelope(link_pb2.Response(id=2, body=b"fine"))
+    pair.a.take_output(pair.streams[pair.a])
+    pair.a.receive_or_refuse(data, pair.streams[pair.a])
+    with pytest.raises(errors.InternalError):
+        first.result(0)
+    assert second.done()
+    assert pair.a.ended is not None
+
+
+def test_what_came_before_the_protocol_was_broken_counts(pair: Pair) -> None:
+    future = pair.a.send_request(METHOD, b"")
+    pair.a.take_output(pair.streams[pair.a])
+    pair.a.receive_or_refuse(
+        envelope(link_pb2.Response(id=1, body=b"fine")) + b"\x12\x00", pair.streams[pair.a]
+    )
+    assert future.result(0).body == b"fine"
+    assert isinstance(pair.a.ended, errors.ProtocolError)
+
+
+def test_a_call_that_is_given_up_keeps_no_memory(pair: Pair) -> None:
+    memory = Memory(bytes(1 << 20))
+    alive = weakref.ref(memory)
+    pair.request(memory)
+    assert pair.future.cancel()
+    del memory
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_waits_for_a_response_to_be_lost_is_told(pair: Pair) -> None:
+    call = pair.request()
+    assert call.respond(b"")
+    lost: list[str] = []
+    call.when_cancelled(lambda: lost.append("lost"))
+    pair.b.abort(errors.WorkerLost("gone"))
+    assert lost == ["lost"]
+
+
+def test_what_waits_for_a_response_that_arrived_is_not(pair: Pair) -> None:
+    call = pair.request()
+    assert call.respond(b"", [Memory(bytes(1 << 20))])
+    lost: list[str] = []
+    call.when_cancelled(lambda: lost.append("lost"))
+    pair.deliver(pair.b)
+    pair.deliver(pair.a)
+    assert len(pair.future.result(0).attachments[0]) == 1 << 20
+    pair.b.abort(errors.WorkerLost("gone"))
+    assert lost == []
+
+
+def test_a_deadline_is_kept_though_a_longer_one_was_set_before(pair: Pair) -> None:
+    pair.a.send_request(METHOD, b"", timeout=3600.0)
+    soon = pair.a.send_request(METHOD, b"", timeout=0.05)
+    with pytest.raises(errors.DeadlineExceeded):
+        soon.result(20)
+    pair.a.close()
