@@ -55,6 +55,8 @@ class CarriedVar(Generic[T]):
         value: T = self._variable.get(_UNSET)
         if value is not _UNSET:
             return value
+        if not is_stashed(self._key):
+            return self._default  # the usual case: a trainer outside of any block
         carried = self._stashed()
         if carried is not None and carried.thread != threading.get_ident():
             found: T = carried.value
