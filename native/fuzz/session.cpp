@@ -134,7 +134,7 @@ struct Peer {
   std::map<CallHandle, Call> calls;
   std::map<uint64_t, Body> open_requests;  // served, without a response
   std::set<uint64_t> arrived;
-  std::set<uint64_t> cancelled;
+  std::set<uint64_t> cancelled, acknowledged;
   std::map<uint32_t, int> served;  // by the key of the call
   std::map<uint64_t, CallHandle> checks;  // and the call of the request that is checked; 0: a response
   std::string under_way;  // bytes to this peer
@@ -344,6 +344,10 @@ void Peer::handle_events() {
         REQUIRE(arrived.contains(event.id));
         REQUIRE(cancelled.insert(event.id).second);
         break;
+      case Event::Kind::acknowledged:
+        REQUIRE(!open_requests.contains(event.id));
+        REQUIRE(acknowledged.insert(event.id).second);
+        break;
       case Event::Kind::check:
         REQUIRE(event.flag || calls.contains(handle_in(event.cookie)));
         REQUIRE(checks.emplace(event.id, event.flag ? 0 : handle_in(event.cookie)).second);
@@ -354,7 +358,7 @@ void Peer::handle_events() {
         break;
       case Event::Kind::discarded: {
         Call& call = calls.at(event.id);
-        REQUIRE(call.withdrawn || (call.is_over && call.outcome == Event::Kind::expired));
+        REQUIRE(call.withdrawn || call.outcome == Event::Kind::expired || call.outcome == Event::Kind::no_memory);
         REQUIRE(++call.discarded == 1);
         REQUIRE(event.attachments.empty() && handle_in(event.cookie) == event.id);
         break;
