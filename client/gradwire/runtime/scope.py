@@ -80,9 +80,8 @@ Token = tuple[Any, Any]
 _scope: CarriedVar[Scope] = CarriedVar("scope", default=Scope())
 
 
-def current_scope() -> Scope:
-    """The scope of the code that runs now."""
-    return _scope.get()
+current_scope: Callable[[], Scope] = _scope.get
+"""The scope of the code that runs now. (No function of its own: every call asks several times.)"""
 
 
 def enter(scope: Scope) -> Token:
