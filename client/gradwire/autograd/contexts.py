@@ -137,9 +137,12 @@ class DistAutogradContext:
 class _Requests:
     """The requests that are being served in one context, which may not exist yet."""
 
-    __slots__ = ("count", "requesters")
+    __slots__ = ("context", "count", "id", "requesters")
 
-    def __init__(self) -> None:
+    def __init__(self, id: ContextId) -> None:
+        self.id = id
+        self.context: DistAutogradContext | None = None
+        """Set once it exists."""
         self.count = 0
         self.requesters: set[int] = set()
 
@@ -147,7 +150,7 @@ class _Requests:
 class _InUse:
     """A block in which a request is served in contexts."""
 
-    __slots__ = ("_container", "_ids", "_requester")
+    __slots__ = ("_container", "_ids", "_requester", "_requests")
 
     def __init__(
         self, container: DistAutogradContainer, ids: Sequence[ContextId], requester: int | None
@@ -157,12 +160,10 @@ class _InUse:
         self._requester = requester
 
     def __enter__(self) -> None:
-        for id in self._ids:
-            self._container._begin_use(id, self._requester)
+        self._requests = self._container._begin_use(self._ids, self._requester)
 
     def __exit__(self, *_: object) -> None:
-        for id in self._ids:
-            self._container._end_use(id)
+        self._container._end_use(self._requests)
 
 
 class DistAutogradContainer:
@@ -195,8 +196,10 @@ class DistAutogradContainer:
                     raise NotFound(f"context {id} has ended, or its lease ran out")
                 context = self._contexts[id] = DistAutogradContext(id)
                 self.counts.add(id.peer, 1)
-                if id in self._requests:
-                    context.peers.update(self._requests[id].requesters)
+                requests = self._requests.get(id)
+                if requests is not None:
+                    requests.context = context
+                    context.peers.update(requests.requesters)
             context.last_used = time.monotonic()
             return context
 
@@ -215,27 +218,31 @@ class DistAutogradContainer:
         """
         return _InUse(self, [id for id in ids if id is not None], requester)
 
-    def _begin_use(self, id: ContextId, requester: int | None) -> None:
-        with self._lock:
-            requests = self._requests.get(id)
-            if requests is None:
-                requests = self._requests[id] = _Requests()
-            requests.count += 1
-            if requester is not None:
-                requests.requesters.add(requester)
-                context = self._contexts.get(id)
-                if context is not None:
-                    context.peers.add(requester)
+    # Ids are looked up as seldom as can be: every call comes here, and their hash is computed in Python.
 
-    def _end_use(self, id: ContextId) -> None:
+    def _begin_use(self, ids: Sequence[ContextId], requester: int | None) -> list[_Requests]:
+        begun = []
         with self._lock:
-            requests = self._requests[id]
-            requests.count -= 1
-            if not requests.count:
-                del self._requests[id]
-            context = self._contexts.get(id)
-            if context is not None:
-                context.last_used = time.monotonic()
+            for id in ids:
+                requests = self._requests.setdefault(id, _Requests(id))
+                begun.append(requests)
+                if not requests.count:
+                    requests.context = self._contexts.get(id)
+                requests.count += 1
+                if requester is not None:
+                    requests.requesters.add(requester)
+                    if requests.context is not None:
+                        requests.context.peers.add(requester)
+        return begun
+
+    def _end_use(self, begun: Sequence[_Requests]) -> None:
+        with self._lock:
+            for requests in begun:
+                requests.count -= 1
+                if not requests.count:
+                    del self._requests[requests.id]
+                if requests.context is not None:
+                    requests.context.last_used = time.monotonic()
 
     def contexts(self) -> list[DistAutogradContext]:
         with self._lock:

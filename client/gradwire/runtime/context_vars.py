@@ -82,7 +82,8 @@ class CarriedVar(Generic[T]):
 
     def reset(self, token: tuple[Token[T], _Stashed | None]) -> None:
         variable_token, entry = token
-        self._take_out(entry)
+        if entry is not None:
+            self._take_out(entry)
         self._variable.reset(variable_token)
 
     def _take_out(self, entry: _Stashed | None) -> None:
