@@ -91,8 +91,8 @@ dist-check: ## install both in fresh environments, of each Python that is there:
 	@scripts/dist-check
 
 # Briefly, so that the fuzz target keeps up with the code.
-native-fuzz-briefly:
-	@$(MAKE) --no-print-directory native-fuzz SECONDS=10
+native-fuzz-briefly: $(INSTALLED)
+	@scripts/native-check fuzz --seconds 10
 
 check: lint types protos-check native-fuzz-briefly test soak ## everything that CI runs
 
