@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-oldest native-fuzz native-fuzz-briefly native-sanitize test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
+.PHONY: help install native demo test test-oldest native-fuzz native-sanitize test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,11 +90,7 @@ dist: ## build the sdist, and a wheel for any Linux, into dist/
 dist-check: ## install both in fresh environments, of each Python that is there: PYTHONS="python3.11 python3.13"
 	@scripts/dist-check
 
-# Briefly, so that the fuzz target keeps up with the code.
-native-fuzz-briefly: $(INSTALLED)
-	@scripts/native-check fuzz --seconds 10
-
-check: lint types protos-check native-fuzz-briefly test soak ## everything that CI runs
+check: lint types protos-check test soak ## everything that CI runs
 
 up: ## build the image, run two workers and the demo client in containers
 	$(COMPOSE) up --build --abort-on-container-exit --exit-code-from client
