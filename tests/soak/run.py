@@ -23,9 +23,7 @@ from tests.soak.load import Place
 __all__ = ["LEASE", "Outcome", "Size", "WorkerUse", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
-# A client whose connection stalls notices it after 11 s at most (an eighth and a quarter of
-# `served.LOST_AFTER`), the worker after 4 s. The rest is for connecting anew, on processors that are busy.
-LEASE = 15.0
+LEASE = 10.0
 BYTES_BETWEEN_FAULTS = ((1_000, 60_000), (5_000, 400_000), (50_000, 16_000_000))
 """For the proxy of each worker. Small ones hit the messages, large ones the middle of large tensors."""
 KILL_EVERY = (4.0, 10.0)
