@@ -5,7 +5,6 @@ A member answers commands over a pipe. It ends with the coordinator, whatever be
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,12 +17,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext, ForkServerContext
 from typing import Any, Protocol
 
+from benchmarks.processes import die_with_parent
+
 START_SECONDS = 60.0
 END_SECONDS = 15.0
 ANSWER_SECONDS = 120.0
 """How long a member may take for one command: the slowest takes seconds, on a loaded machine more."""
 
-_PR_SET_PDEATHSIG = 1
 _PRELOADED = ["gradwire._public", "benchmarks.trainers", "torch.distributed.optim", "torch.distributed.rpc"]
 
 
@@ -35,11 +35,6 @@ class Answering(Protocol):
     """What runs in a member: its public methods are the commands."""
 
     def close(self) -> None: ...
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to end this process when the one that started it is gone."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Member:
@@ -108,6 +103,20 @@ class Member:
             self._process.kill()
             self._process.join(END_SECONDS)
         self._connection.close()
+
+
+@contextmanager
+def member(
+    label: str, make: Callable[..., Answering], *args: Any, environment: dict[str, str] | None = None
+) -> Iterator[Member]:
+    """A member for the length of a block."""
+    one = Member(label, make, *args, environment=environment or {})
+    try:
+        one.wait_until_ready()
+        yield one
+    finally:
+        one.begin_to_end()
+        one.end(time.monotonic() + END_SECONDS)
 
 
 def _fork_server() -> ForkServerContext:

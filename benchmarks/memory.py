@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from benchmarks.cases import Case
 from benchmarks.members import ANSWER_SECONDS, MemberFailed
+from benchmarks.processes import held_bytes
 from benchmarks.worlds import World
 
 SAMPLING_SECONDS = 0.002
-_COUNTED = ("Pss_Anon:", "Pss_Shmem:")
 
 
 def extra_memory(case: Case, world: World, repetitions: int) -> list[float]:
@@ -34,17 +33,3 @@ def extra_memory(case: Case, world: World, repetitions: int) -> list[float]:
         trainer.answer()
         found.append((peak - case.transferred) / case.transferred)
     return found
-
-
-def held_bytes(pids: list[int]) -> int:
-    """What processes hold in memory of their own and in shared memory.
-
-    The proportional set size: a page that two processes map counts half in each, so that shared memory
-    counts once in the sum. Mapped files, which are code here, are left out.
-    """
-    return sum(_proportional_bytes(pid) for pid in pids)
-
-
-def _proportional_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(_COUNTED))

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gradwire as gw
-from benchmarks.daemons import daemon
+from benchmarks.daemons import Daemon
 from benchmarks.shaped_served import TOKENS, WIDTH
 from benchmarks.slow_line import Line, slow_line
 
@@ -93,14 +92,18 @@ def measure(address: str, rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": sizes}
 
 
-def worker_process(line: Line) -> AbstractContextManager[str]:
-    """A daemon at the worker's end of the line; its address."""
-    return daemon("shaped_served", HERE, "--bind", f"{line.worker_host}:0", prefix=line.worker_prefix)
+def worker_process(line: Line) -> Daemon:
+    """A daemon at the worker's end of the line."""
+    return Daemon("benchmarks.shaped_served", bind=f"{line.worker_host}:0", prefix=line.worker_prefix)
 
 
 def run(megabits: float, rounds: int) -> dict[str, Any]:
     """Measures in a process of its own, at the client's end of the line."""
-    with slow_line(megabits) as line, worker_process(line) as worker, line.address(worker) as address:
+    with (
+        slow_line(megabits) as line,
+        worker_process(line) as worker,
+        line.address(worker.wait_until_ready()) as address,
+    ):
         command = [*line.client_prefix, sys.executable, "-m", "benchmarks.shaped", "--measure", address]
         done = subprocess.run(
             [*command, "--rounds", str(rounds)],

@@ -2,88 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from benchmarks.cases import Topology
 from benchmarks.contenders import Contender, Kind
-from benchmarks.members import (
-    END_SECONDS,
-    START_SECONDS,
-    Answering,
-    Member,
-    MemberFailed,
-    die_with_parent,
-    wait_for,
-)
+from benchmarks.daemons import Daemon
+from benchmarks.members import END_SECONDS, Answering, Member, wait_for
 from benchmarks.runtimes.gradwire import SAME_HOST_VARIABLE
 from benchmarks.trainers import make_rank, make_trainer
 
-ROOT = Path(__file__).resolve().parent.parent
 PAUSE_SECONDS = 5.0
 
 
-class Daemon:
-    """A `gradwire-server serve` process."""
-
-    def __init__(self, contender: Contender) -> None:
-        self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `end`
-        command = [sys.executable, "-m", "gradwire_server", "serve", "benchmarks.served"]
-        options = ["--bind", "127.0.0.1:0", "--torch-threads", "1", "--log-format", "json"]
-        variables = {SAME_HOST_VARIABLE: str(int(contender.same_host))}
-        self._process = subprocess.Popen(
-            [*command, *options],
-            cwd=ROOT,
-            env={**os.environ, **contender.environment, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._log,
-            preexec_fn=die_with_parent,
-            start_new_session=True,  # Ctrl-C reaches the coordinator alone
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait_until_ready(self) -> str:
-        """Its address."""
-        found: list[str] = []
-
-        def look() -> bool:
-            if self._process.poll() is not None:
-                raise MemberFailed(f"gradwire-server did not start:\n{self._read_log()}")
-            lines = self._read_log().splitlines()
-            events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-            found.extend(event["addresses"][0] for event in events if event.get("event") == "ready")
-            return bool(found)
-
-        wait_for(look, START_SECONDS, "gradwire-server did not start")
-        return found[0]
-
-    def _read_log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
-
-    def begin_to_end(self) -> None:
-        self._process.terminate()
-
-    def end(self) -> None:
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+def serve(contender: Contender) -> Daemon:
+    """A worker of gradwire with the functions of all contenders."""
+    variables = {SAME_HOST_VARIABLE: str(int(contender.same_host))}
+    return Daemon("benchmarks.served", environment={**contender.environment, **variables})
 
 
 class World:
@@ -108,7 +48,7 @@ class World:
     def start(self) -> None:
         """Starts everything that can be started without waiting."""
         if self.contender.kind is Kind.GRADWIRE:
-            self._daemons = [Daemon(self.contender) for _ in range(self._topology.workers)]
+            self._daemons = [serve(self.contender) for _ in range(self._topology.workers)]
         elif self.contender.kind is Kind.TENSORPIPE:
             workers = [f"worker{index}" for index in range(self._topology.workers)]
             names = [*workers, *(f"trainer{index}" for index in range(self._topology.trainers))]

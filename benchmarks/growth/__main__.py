@@ -12,7 +12,6 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
@@ -20,12 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 import gradwire as gw
-from benchmarks.daemons import daemon
+from benchmarks.daemons import Daemon
 from benchmarks.growth.chart import draw
 from benchmarks.growth.curves import Curve, Place, curves
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 LINEAR = 1.15
 """Exponents up to this count as linear: some noise is in each."""
@@ -33,9 +31,9 @@ LINEAR = 1.15
 Times = dict[int, list[float]]
 
 
-def worker_process() -> AbstractContextManager[str]:
-    """A daemon that serves `served.py`; its address."""
-    return daemon("served", HERE, "--bind", "127.0.0.1:0", "--max-contexts-per-client", "20000")
+def worker_process() -> Daemon:
+    """A daemon that serves `served.py`."""
+    return Daemon("benchmarks.growth.served", "--max-contexts-per-client", "20000")
 
 
 def measure(curve: Curve, place: Place) -> Times:
@@ -74,9 +72,9 @@ def main() -> None:
     chosen = [curve for curve in curves(quick=options.quick) if options.only in curve.name]
     table = Table("curve", "sizes", "first", "last", "exponent", "", title="time of a step, in ms")
     results = []
-    with ExitStack() as stack:
-        addresses = (stack.enter_context(worker_process()), stack.enter_context(worker_process()))
-        worker = stack.enter_context(gw.connect(addresses[0]))
+    with worker_process() as first_worker, worker_process() as second_worker:
+        addresses = (first_worker.wait_until_ready(), second_worker.wait_until_ready())
+        worker = gw.connect(addresses[0])
         for curve in chosen:
             times = measure(curve, Place(worker, addresses))
             points = [(size, min(taken)) for size, taken in times.items()]

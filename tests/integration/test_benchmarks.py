@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from benchmarks.processes import descendants_of
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 60.0
@@ -55,7 +56,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Sig
         for line in process.stderr:
             if "small call" in line:
                 break
-        members = descendants(process.pid)
+        members = descendants_of(process.pid)
         assert len(members) >= 4  # two trainers, two workers, and what started them
         process.send_signal(number)
         process.communicate(timeout=END_SECONDS)
@@ -71,20 +72,6 @@ def test_a_row_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 2
     assert "rows are 1 to 13" in errors
-
-
-def descendants(pid: int) -> list[int]:
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it ended meanwhile
-    found, fresh = [], [pid]
-    while fresh:
-        fresh = [child for child, parent in parents.items() if parent in fresh]
-        found += fresh
-    return found
 
 
 def is_alive(pid: int) -> bool:
