@@ -1,15 +1,14 @@
-"""The rows of the benchmark: each is written once, for any contender."""
+"""The rows of the benchmark, and who is measured in each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
-import torch
-from torch import Tensor, nn
-
+from benchmarks import operations
 from benchmarks.contenders import (
     GRADWIRE,
+    GRADWIRE_GRPC,
     GRADWIRE_TCP,
     LOCAL,
     TENSORPIPE,
@@ -17,10 +16,8 @@ from benchmarks.contenders import (
     TENSORPIPE_TCP,
     Contender,
 )
-from benchmarks.functions import MLP_WIDTH, WIDTH, TransformerLayers
-from benchmarks.runtimes.base import Runtime
+from benchmarks.operations import MEGABYTE, Preparation
 
-MEGABYTE = 1 << 20
 IN_FLIGHT = 200
 """Calls that one client has in flight in row 4."""
 CLIENTS = 8
@@ -28,13 +25,8 @@ CLIENT_IN_FLIGHT = 16
 """Calls that each of several clients has in flight in the second half of row 5."""
 TRANSFER = 256
 """In megabytes, the transfer of rows 11 and 12."""
-LAYERS, BATCH, TOKENS, VOCABULARY = 6, 16, 64, 1000
-CROSSING_BYTES = 4 * BATCH * TOKENS * WIDTH
-"""Of one activation of the transformer; four cross in a step: there and back, forward and backward."""
-
-Outcome = Sequence[object]
-"""What an operation comes to, results and gradients, to be compared with the same in one process."""
-Operation = Callable[[], Outcome]
+LARGE_FROM = 16
+"""The size in megabytes from which on huge pages make a difference."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +41,27 @@ class Topology:
         return Topology(max(self.trainers, other.trainers), max(self.workers, other.workers))
 
 
+class Method(Enum):
+    """How a case is measured."""
+
+    IN_TURNS = "operations, in turns with other contenders"
+    MEMORY = "the memory that a transfer takes"
+
+
+class Unit(Enum):
+    """Of what is measured."""
+
+    SECONDS = "seconds per call"
+    BYTES = "extra bytes per byte"
+
+
 PAIR = Topology(trainers=1, workers=1)
 THREE_WORKERS = Topology(trainers=1, workers=3)
 EIGHT_CLIENTS = Topology(trainers=CLIENTS, workers=1)
 
-SMALL = (GRADWIRE, TENSORPIPE, LOCAL)
-PEERS = (GRADWIRE, TENSORPIPE)
-MEDIUM = (GRADWIRE, TENSORPIPE, GRADWIRE_TCP, TENSORPIPE_TCP)
-LARGE = (GRADWIRE, TENSORPIPE, GRADWIRE_TCP, TENSORPIPE_TCP, TENSORPIPE_HUGEPAGES)
+OURS = (GRADWIRE, GRADWIRE_TCP, GRADWIRE_GRPC)
+BOTH = (*OURS, TENSORPIPE, TENSORPIPE_TCP)
+ALL = (*BOTH, LOCAL)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Case:
     key: str
     row: int
     title: str
-    make: Callable[[Runtime], Operation]
+    make: Preparation
     """Prepares everything outside the measured time."""
     contenders: tuple[Contender, ...]
     topology: Topology = PAIR
@@ -77,197 +82,73 @@ class Case:
     has_lead_in: bool = True
     """Whether each turn begins with one that is not timed; what takes a second needs none."""
     turns: int = 10
-    background: Callable[[Runtime], Operation] | None = None
+    background: Preparation | None = None
     """What another thread does over and over meanwhile."""
     checks: int = 2
     """How often its results are compared with one process: twice shows that parameters moved, and rightly."""
     group: str = ""
     """Cases of one group take turns with each other, too; else a case is a group of its own."""
+    method: Method = Method.IN_TURNS
+    """Those that are not measured in turns have processes of their own, that have done nothing before."""
+    unit: Unit = Unit.SECONDS
     transferred: int = 0
-    """Where memory is measured, not time: the bytes that cross, each into a tensor of its own there.
-
-    Such a case has processes of its own, that have done nothing before.
-    """
-    size: int = 0
+    """Where memory is measured: the bytes that cross, each into a tensor of its own there."""
+    size: float = 0
     """In megabytes, of cases that come in sizes."""
     is_quick: bool = True
     """Whether it is measured where there is little time."""
 
 
-def small_call(runtime: Runtime) -> Operation:
-    x = torch.arange(16.0)
-    return lambda: [runtime.call(0, "echo", x)]
+def shown_size(megabytes: float) -> str:
+    """As in 64KB."""
+    return f"{megabytes:g}MB" if megabytes >= 1 else f"{1024 * megabytes:g}KB"
 
 
-def small_backward(runtime: Runtime) -> Operation:
-    x = torch.arange(16.0).div(16).requires_grad_()
-
-    def operation() -> Outcome:
-        with runtime.training_pass() as one:
-            y = runtime.call(0, "scale", x)
-            one.backward(y.sum())
-            return [y, *one.gradients([x])]
-
-    return operation
-
-
-def small_training(runtime: Runtime) -> Operation:
-    x = torch.arange(8.0 * MLP_WIDTH).sin().view(8, MLP_WIDTH)
-    model = runtime.create(0, "Mlp", 3)
-    optimizer = runtime.optimizer([model], [], 0.05)
-
-    def operation() -> Outcome:
-        with runtime.training_pass(optimizer) as one:
-            loss = (model(x) - 0.5).square().mean()
-            one.backward(loss)
-            one.step()
-            return [loss]
-
-    return operation
-
-
-def calls_in_flight(calls: int) -> Callable[[Runtime], Operation]:
-    def make(runtime: Runtime) -> Operation:
-        x = torch.arange(16.0)
-
-        def operation() -> Outcome:
-            waits = [runtime.start(0, "echo", x) for _ in range(calls)]
-            return [wait() for wait in waits]
-
-        return operation
-
-    return make
-
-
-def echo(megabytes: float) -> Callable[[Runtime], Operation]:
-    def make(runtime: Runtime) -> Operation:
-        x = _large(megabytes)
-        return lambda: [runtime.call(0, "echo", x)]
-
-    return make
-
-
-def memory_copies(copied_bytes: int, copies: int) -> Callable[[Runtime], Operation]:
-    """What the bytes of a row cost to copy into memory that is there already."""
-
-    def make(_: Runtime) -> Operation:
-        source, target = torch.ones(copied_bytes // 4), torch.zeros(copied_bytes // 4)
-
-        def operation() -> Outcome:
-            for _ in range(copies):
-                target.copy_(source)
-            return [target]
-
-        return operation
-
-    return make
-
-
-def large_backward(megabytes: float) -> Callable[[Runtime], Operation]:
-    def make(runtime: Runtime) -> Operation:
-        x, weight = _large(megabytes).requires_grad_(), _large(megabytes)
-
-        def operation() -> Outcome:
-            with runtime.training_pass() as one:
-                # Not the plain sum, whose gradient is one number seen through strides of 0.
-                loss = torch.dot(runtime.call(0, "double", x), weight)
-                one.backward(loss)
-                return [loss, *one.gradients([x])]
-
-        return operation
-
-    return make
-
-
-def many_backward(count: int, elements: int) -> Callable[[Runtime], Operation]:
-    def make(runtime: Runtime) -> Operation:
-        leaves = [torch.full((elements,), index / count).requires_grad_() for index in range(count)]
-
-        def operation() -> Outcome:
-            with runtime.training_pass() as one:
-                results = runtime.call(0, "double_each", leaves)
-                one.backward(torch.stack(results).square().sum())
-                return [*results, *one.gradients(leaves)]
-
-        return operation
-
-    return make
-
-
-def chain(runtime: Runtime) -> Operation:
-    x = torch.arange(16.0).div(16).requires_grad_()
-
-    def operation() -> Outcome:
-        with runtime.training_pass() as one:
-            y = runtime.chain(x)
-            one.backward(y.sum())
-            return [y, *one.gradients([x])]
-
-    return operation
-
-
-def fan_out(runtime: Runtime) -> Operation:
-    leaves = [torch.full((16,), index / 8).requires_grad_() for index in range(8)]
-
-    def operation() -> Outcome:
-        with runtime.training_pass() as one:
-            waits = [runtime.start(index % 2, "scale", leaf) for index, leaf in enumerate(leaves)]
-            results = [wait() for wait in waits]
-            one.backward(torch.stack(results).sum())
-            return [*results, *one.gradients(leaves)]
-
-    return operation
-
-
-def transformer(runtime: Runtime) -> Operation:
-    torch.manual_seed(10)
-    generator = torch.Generator().manual_seed(11)
-    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
-    embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-    near = TransformerLayers(12, LAYERS // 2)
-    far = runtime.create(0, "TransformerLayers", 13, LAYERS // 2)
-    optimizer = runtime.optimizer([far], [embedding, near, head], 0.05)
-
-    def operation() -> Outcome:
-        with runtime.training_pass(optimizer) as one:
-            logits = head(far(near(embedding(tokens))))
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-            one.backward(loss)
-            one.step()
-            return [loss]
-
-    return operation
-
-
-def one_way(megabytes: int) -> Callable[[Runtime], Operation]:
-    def make(runtime: Runtime) -> Operation:
-        x = _large(megabytes)
-        return lambda: [runtime.call(0, "consume", x)]
-
-    return make
-
-
-def _large(megabytes: float) -> Tensor:
-    return torch.ones(int(megabytes * MEGABYTE) // 4)
-
-
-def _sizes(row: int, title: str, make: Callable[[int], Callable[[Runtime], Operation]]) -> list[Case]:
-    contenders = (*LARGE, LOCAL) if row == 7 else LARGE
+def _sizes(row: int) -> list[Case]:
+    title, make = {
+        6: ("echo", operations.echo),
+        7: ("forward + backward", operations.large_backward),
+    }[row]
     return [
         Case(
-            f"{row}-{size}",
+            f"{row}-{shown_size(size)}",
             row,
-            f"{title}, {size} MB",
+            f"{title}, {shown_size(size)}",
             make(size),
-            contenders,
+            (
+                *BOTH,
+                *([TENSORPIPE_HUGEPAGES] if size >= LARGE_FROM else []),
+                *([LOCAL] if row == 7 else []),
+            ),
             block=block,
-            has_lead_in=size <= 16,
+            has_lead_in=size <= LARGE_FROM,
             turns=turns,
             checks=checks,
             size=size,
             is_quick=size <= 64,
         )
-        for size, block, turns, checks in ((1, 8, 12, 2), (16, 3, 10, 2), (64, 2, 8, 1), (256, 1, 8, 1))
+        for size, block, turns, checks in (
+            *((1 / 16, 20, 10, 2), (1 / 4, 20, 10, 2), (1, 8, 12, 2)),
+            *((16, 3, 10, 2), (64, 2, 8, 1), (256, 1, 8, 1)),
+        )
+    ]
+
+
+def _many(count: int, megabytes: float, block: int) -> list[Case]:
+    what = f"{count} tensors of {shown_size(megabytes)}"
+    return [
+        Case(
+            f"13-{kind}-{count}x{shown_size(megabytes)}",
+            13,
+            f"{title}, {what}",
+            make(count, megabytes),
+            BOTH,
+            block=block,
+        )
+        for kind, title, make in (
+            ("echo", "echo", operations.many_echo),
+            ("backward", "forward + backward", operations.many_backward),
+        )
     ]
 
 
@@ -277,7 +158,7 @@ def _copies(case: Case, copied_bytes: int, copies: int) -> Case:
         case,
         key=f"{case.key}-memcpy",
         title=f"{case.title}: its bytes copied",
-        make=memory_copies(copied_bytes, copies),
+        make=operations.memory_copies(copied_bytes, copies),
         contenders=(LOCAL,),
         has_lead_in=True,
         group=case.key,
@@ -285,87 +166,92 @@ def _copies(case: Case, copied_bytes: int, copies: int) -> Case:
 
 
 _ALL = [
-    Case("1", 1, "small call", small_call, SMALL, block=40, turns=16),
-    Case("2", 2, "forward + backward, small function", small_backward, SMALL, block=30, turns=16),
-    Case("3", 3, "forward + backward + step, small MLP", small_training, SMALL, block=30, turns=16),
+    Case("1", 1, "small call", operations.small_call, ALL, block=40, turns=16),
+    Case("2", 2, "forward + backward, small function", operations.small_backward, ALL, block=30, turns=16),
+    Case("3", 3, "forward + backward + step, small MLP", operations.small_training, ALL, block=30, turns=16),
     Case(
         "4",
         4,
         f"{IN_FLIGHT} calls in flight",
-        calls_in_flight(IN_FLIGHT),
-        PEERS,
+        operations.calls_in_flight(IN_FLIGHT),
+        BOTH,
         operations=IN_FLIGHT,
         block=2,
         turns=16,
     ),
-    Case("5", 5, f"{CLIENTS} clients, a call at a time", small_call, PEERS, EIGHT_CLIENTS, block=60),
+    Case(
+        "5", 5, f"{CLIENTS} clients, a call at a time", operations.small_call, BOTH, EIGHT_CLIENTS, block=60
+    ),
     Case(
         "5-in-flight",
         5,
         f"{CLIENTS} clients, {CLIENT_IN_FLIGHT} in flight each",
-        calls_in_flight(CLIENT_IN_FLIGHT),
-        PEERS,
+        operations.calls_in_flight(CLIENT_IN_FLIGHT),
+        BOTH,
         EIGHT_CLIENTS,
         operations=CLIENT_IN_FLIGHT,
         block=6,
     ),
-    *_sizes(6, "echo", echo),
-    *_sizes(7, "forward + backward", large_backward),
-    Case("8", 8, "chain through 3 workers", chain, SMALL, THREE_WORKERS, turns=16),
-    Case("9", 9, "fan-out to 8 on 2 workers", fan_out, SMALL, THREE_WORKERS, turns=16),
-    Case("10", 10, "transformer step", transformer, SMALL, block=1, has_lead_in=False),
-    Case("11-idle", 11, "small call, otherwise idle", small_call, PEERS, group="11", block=30, turns=8),
+    *_sizes(6),
+    *_sizes(7),
+    Case("8", 8, "chain through 3 workers", operations.chain, ALL, THREE_WORKERS, turns=16),
+    Case("9", 9, "fan-out to 8 on 2 workers", operations.fan_out, ALL, THREE_WORKERS, turns=16),
     Case(
-        "11-busy",
-        11,
-        f"small call during {TRANSFER} MB transfers",
-        small_call,
-        PEERS,
-        group="11",
-        block=30,
-        turns=8,
-        background=one_way(TRANSFER),
-    ),
-    Case(
-        "12-one-way",
-        12,
-        f"extra memory, {TRANSFER} MB one way",
-        one_way(TRANSFER),
-        (GRADWIRE, GRADWIRE_TCP, TENSORPIPE),
-        turns=4,
-        checks=1,
-        transferred=TRANSFER * MEGABYTE,
-        is_quick=False,
-    ),
-    Case(
-        "12-echo",
-        12,
-        f"extra memory, {TRANSFER} MB there and back",
-        echo(TRANSFER),
-        (GRADWIRE, GRADWIRE_TCP, TENSORPIPE),
-        turns=4,
-        checks=1,
-        transferred=2 * TRANSFER * MEGABYTE,
+        "10",
+        10,
+        "transformer step",
+        operations.transformer,
+        (GRADWIRE, TENSORPIPE, LOCAL),
+        block=1,
+        has_lead_in=False,
     ),
     *[
-        Case(f"13-{key}", 13, title, make, MEDIUM, block=block, is_quick=False)
-        for key, title, make, block in (
-            ("echo-64k", "echo, 64 KB", echo(1 / 16), 20),
-            ("echo-256k", "echo, 256 KB", echo(1 / 4), 20),
-            ("64k", "forward + backward, 64 KB", large_backward(1 / 16), 20),
-            ("256k", "forward + backward, 256 KB", large_backward(1 / 4), 20),
-            ("many", "forward + backward, 100 tensors of 4 KB", many_backward(100, 1024), 4),
+        Case(
+            f"11-{kind}",
+            11,
+            f"small call{circumstances}",
+            operations.small_call,
+            BOTH,
+            group="11",
+            block=30,
+            turns=8,
+            background=background,
+        )
+        for kind, circumstances, background in (
+            ("idle", ", otherwise idle", None),
+            ("busy", f" during {TRANSFER}MB transfers", operations.one_way(TRANSFER)),
         )
     ],
+    *[
+        Case(
+            f"12-{kind}",
+            12,
+            f"extra memory, {TRANSFER}MB {way}",
+            make(TRANSFER),
+            BOTH,
+            turns=4,
+            checks=1,
+            method=Method.MEMORY,
+            unit=Unit.BYTES,
+            transferred=crossings * TRANSFER * MEGABYTE,
+            is_quick=kind == "echo",
+        )
+        for kind, way, make, crossings in (
+            ("one-way", "one way", operations.one_way, 1),
+            ("echo", "there and back", operations.echo, 2),
+        )
+    ],
+    *_many(100, 1 / 256, block=4),
+    *_many(20, 1 / 4, block=4),
 ]
 
 
 def _with_copies(case: Case) -> list[Case]:
     """The cases that a plain copy of what crosses is of interest for have it beside them."""
     if case.row == 6:
-        return [case, _copies(case, case.size * MEGABYTE, copies=2)]
+        return [case, _copies(case, int(case.size * MEGABYTE), copies=2)]
     if case.row == 10:
-        return [case, _copies(case, CROSSING_BYTES, copies=4)]
+        return [case, _copies(case, operations.CROSSING_BYTES, copies=4)]
     return [case]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Operation
+from benchmarks.operations import Operation
 
 
 def check_alike(operation: Operation, reference: Operation, times: int) -> None:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import BOTH, CASES, Case, Method
 from benchmarks.contenders import (
     GRADWIRE,
+    GRADWIRE_GRPC,
     GRADWIRE_TCP,
     LOCAL,
     TENSORPIPE,
     TENSORPIPE_HUGEPAGES,
     TENSORPIPE_TCP,
     Contender,
+    Kind,
 )
 from benchmarks.results import Results, Spread
+from benchmarks.targets import HUGEPAGES_TARGET, Target, target_of
 
-RATIO_TARGETS = {1: 0.8, 2: 0.7, 3: 0.7, 4: 0.4, 5: 0.4, 8: 0.7, 9: 0.7}
-"""Of gradwire's time to TensorPipe's, by row."""
-LARGE_FROM = 16
-"""The size in megabytes from which on the targets of large tensors hold."""
-LARGE_TARGET, HUGEPAGES_TARGET, TCP_TARGET = 0.4, 1.0, 1.0
-STEP_TARGET, BUSY_TARGET, MEMORY_TARGET = 1.05, 5.0, 1.1
+OPPONENTS = (
+    (GRADWIRE, TENSORPIPE),
+    (GRADWIRE, TENSORPIPE_HUGEPAGES),
+    (GRADWIRE_TCP, TENSORPIPE_TCP),
+    (GRADWIRE_GRPC, TENSORPIPE_TCP),
+)
+"""Who is compared with whom, over the same carrier where both have it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Comparison:
     against: str
     value: Spread
     """Of the ratios of single turns, whose two sides saw the same machine."""
-    target: float | None
+    target: Target
     """None where it is there for information."""
 
     @property
@@ -51,69 +55,67 @@ def compare(results: Results) -> list[Comparison]:
 def _compare_case(results: Results, case: Case) -> list[Comparison]:
     if case.key.endswith("memcpy") or case.key == "11-idle":
         return []  # what others are compared with
-    if case.row in (6, 7):
-        return _large(results, case)
     if case.row == 10:
-        return _step(results, case)
+        return [*_step(results, case), *(replace(one, target=None) for one in _ratios(results, case))]
     if case.row == 11:
         return _busy(results, case)
-    if case.row == 12:
+    if case.method is Method.MEMORY:
         return _memory(results, case)
-    if case.row == 13:
-        return _ratios(results, case, [(GRADWIRE, TENSORPIPE, None), (GRADWIRE_TCP, TENSORPIPE_TCP, None)])
-    return _ratios(results, case, [(GRADWIRE, TENSORPIPE, RATIO_TARGETS[case.row])])
+    return _ratios(results, case)
 
 
-def _large(results: Results, case: Case) -> list[Comparison]:
-    is_large = case.size >= LARGE_FROM
-    return _ratios(
-        results,
-        case,
-        [
-            (GRADWIRE, TENSORPIPE, LARGE_TARGET if is_large else None),
-            (GRADWIRE, TENSORPIPE_HUGEPAGES, HUGEPAGES_TARGET if is_large else None),
-            (GRADWIRE_TCP, TENSORPIPE_TCP, TCP_TARGET if is_large else None),
-        ],
-    )
-
-
-def _ratios(
-    results: Results, case: Case, pairs: list[tuple[Contender, Contender, float | None]]
-) -> list[Comparison]:
+def _ratios(results: Results, case: Case) -> list[Comparison]:
     return [
-        Comparison(case, ours, theirs.label, _ratio(results, (case.key, ours), (case.key, theirs)), target)
-        for ours, theirs, target in pairs
+        Comparison(
+            case,
+            ours,
+            theirs.label,
+            _ratio(results, (case.key, ours), (case.key, theirs)),
+            HUGEPAGES_TARGET if theirs is TENSORPIPE_HUGEPAGES else _target(case, ours),
+        )
+        for ours, theirs in OPPONENTS
         if results.has(case.key, ours) and results.has(case.key, theirs)
     ]
 
 
 def _step(results: Results, case: Case) -> list[Comparison]:
     """Against the same step in one process, plus what its crossing activations cost to copy."""
-    found = []
     copies = f"{case.key}-memcpy"
-    if results.has(case.key, LOCAL) and results.has(copies, LOCAL):
-        copying = results.spread(copies, LOCAL).median
-        for ours, target in ((GRADWIRE, STEP_TARGET), (TENSORPIPE, None)):
-            if results.has(case.key, ours):
-                value = _ratio(results, (case.key, ours), (case.key, LOCAL), lambda bound: bound + copying)
-                found.append(Comparison(case, ours, "one process + memcpy", value, target))
-    return found + _ratios(results, case, [(GRADWIRE, TENSORPIPE, None)])
+    if not (results.has(case.key, LOCAL) and results.has(copies, LOCAL)):
+        return []
+    copying = results.spread(copies, LOCAL).median
+    found = {
+        who: _ratio(results, (case.key, who), (case.key, LOCAL), lambda bound: bound + copying)
+        for who in (GRADWIRE, TENSORPIPE)
+        if results.has(case.key, who)
+    }
+    target = _target(case, GRADWIRE)
+    if target is not None and TENSORPIPE in found:
+        target = max(target, found[TENSORPIPE].median)  # no worse than TensorPipe will do, too
+    return [
+        Comparison(case, who, "one process + memcpy", value, target if who is GRADWIRE else None)
+        for who, value in found.items()
+    ]
 
 
 def _busy(results: Results, case: Case) -> list[Comparison]:
     return [
-        Comparison(case, ours, "idle", _ratio(results, (case.key, ours), ("11-idle", ours)), target)
-        for ours, target in ((GRADWIRE, BUSY_TARGET), (TENSORPIPE, None))
-        if results.has(case.key, ours) and results.has("11-idle", ours)
+        Comparison(case, who, "idle", _ratio(results, (case.key, who), ("11-idle", who)), _target(case, who))
+        for who in BOTH
+        if results.has(case.key, who) and results.has("11-idle", who)
     ]
 
 
 def _memory(results: Results, case: Case) -> list[Comparison]:
     return [
-        Comparison(case, ours, "the bytes that cross", results.spread(case.key, ours), target)
-        for ours, target in ((GRADWIRE, MEMORY_TARGET), (GRADWIRE_TCP, MEMORY_TARGET), (TENSORPIPE, None))
-        if results.has(case.key, ours)
+        Comparison(case, who, "the bytes that cross", results.spread(case.key, who), _target(case, who))
+        for who in BOTH
+        if results.has(case.key, who)
     ]
+
+
+def _target(case: Case, who: Contender) -> Target:
+    return target_of(case.key, who.carrier) if who.kind is Kind.GRADWIRE else None
 
 
 def _ratio(

@@ -14,6 +14,17 @@ class Kind(Enum):
     LOCAL = "local"
 
 
+class Carrier(Enum):
+    """The best that may carry the bytes between the processes."""
+
+    SAME_HOST = "same host"
+    """What goes around the network: local sockets and shared memory."""
+    TCP = "TCP only"
+    """Sockets of its own over the network."""
+    GRPC = "gRPC streams only"
+    """What is left of gradwire where no socket of its own is possible, as with TLS."""
+
+
 @dataclass(frozen=True)
 class Contender:
     """One way to do the work of a row."""
@@ -21,8 +32,7 @@ class Contender:
     name: str
     label: str
     kind: Kind
-    same_host: bool = True
-    """Whether it may go around the socket between processes of one host."""
+    carrier: Carrier = Carrier.SAME_HOST
     environment: dict[str, str] = field(default_factory=dict, hash=False)
     """What its processes, all of them, are started with."""
 
@@ -33,9 +43,10 @@ class Contender:
 
 
 GRADWIRE = Contender("gradwire", "gradwire", Kind.GRADWIRE)
-GRADWIRE_TCP = Contender("gradwire-tcp", "gradwire, TCP only", Kind.GRADWIRE, same_host=False)
+GRADWIRE_TCP = Contender("gradwire-tcp", "gradwire, TCP only", Kind.GRADWIRE, Carrier.TCP)
+GRADWIRE_GRPC = Contender("gradwire-grpc", "gradwire, gRPC only", Kind.GRADWIRE, Carrier.GRPC)
 TENSORPIPE = Contender("tensorpipe", "TensorPipe", Kind.TENSORPIPE)
-TENSORPIPE_TCP = Contender("tensorpipe-tcp", "TensorPipe, TCP only", Kind.TENSORPIPE, same_host=False)
+TENSORPIPE_TCP = Contender("tensorpipe-tcp", "TensorPipe, TCP only", Kind.TENSORPIPE, Carrier.TCP)
 TENSORPIPE_HUGEPAGES = Contender(
     "tensorpipe-hugepages",
     "TensorPipe, huge-page malloc",
@@ -46,5 +57,13 @@ LOCAL = Contender("local", "one process", Kind.LOCAL)
 
 CONTENDERS = {
     contender.name: contender
-    for contender in (GRADWIRE, GRADWIRE_TCP, TENSORPIPE, TENSORPIPE_TCP, TENSORPIPE_HUGEPAGES, LOCAL)
+    for contender in (
+        GRADWIRE,
+        GRADWIRE_TCP,
+        GRADWIRE_GRPC,
+        TENSORPIPE,
+        TENSORPIPE_TCP,
+        TENSORPIPE_HUGEPAGES,
+        LOCAL,
+    )
 }

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
+from benchmarks.contenders import Contender
 from benchmarks.members import END_SECONDS, START_SECONDS, MemberFailed, wait_for
 from benchmarks.processes import die_with_parent
+from benchmarks.runtimes.gradwire import CARRIER_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,3 +95,9 @@ class Daemon:
     def __exit__(self, *_: object) -> None:
         self.begin_to_end()
         self.end()
+
+
+def serve(contender: Contender) -> Daemon:
+    """A worker of gradwire with the functions of all contenders."""
+    variables = {CARRIER_VARIABLE: contender.carrier.value}
+    return Daemon("benchmarks.served", environment={**contender.environment, **variables})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from benchmarks.cases import Case, Topology
+from benchmarks.cases import Case, Method, Topology
 from benchmarks.contenders import Contender
 from benchmarks.members import Member
 from benchmarks.memory import extra_memory
@@ -43,7 +43,7 @@ class Plan:
 def measure(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Results:
     """All samples of all cases."""
     results = Results()
-    timed = [case for case in plan.cases if not case.transferred]
+    timed = [case for case in plan.cases if case.method is Method.IN_TURNS]
     # What only a few rows need is used last, so that the others are measured without its connections.
     timed.sort(key=lambda case: (case.topology.trainers, case.topology.workers, case.row))
     if timed:
@@ -51,7 +51,7 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Results:
         with running(_needed(plan, timed)) as worlds:
             for _, group in groupby(timed, key=lambda case: case.group or case.key):
                 _measure_group(plan, list(group), worlds, results, say)
-    _measure_memory(plan, [case for case in plan.cases if case.transferred], results, say)
+    _measure_memory(plan, [case for case in plan.cases if case.method is Method.MEMORY], results, say)
     return results
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cases import Unit
 from benchmarks.comparing import Comparison
 from benchmarks.results import Results
 
@@ -31,7 +32,7 @@ def _times(results: Results) -> Table:
     previous = ""
     for case, contender in results.measured():
         spread = results.spread(case.key, contender)
-        show = _bytes_per_byte if case.transferred else _time
+        show = SHOWN[case.unit]
         if case.key != previous:
             table.add_section()
         row, title = ("", "") if case.key == previous else (str(case.row), case.title)
@@ -70,8 +71,10 @@ def _time(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f} ms"
 
 
-def _bytes_per_byte(number: float) -> str:
-    return f"{number:.2f}"
+SHOWN: dict[Unit, Callable[[float], str]] = {
+    Unit.SECONDS: _time,
+    Unit.BYTES: "{:.2f}".format,
+}
 
 
 def write_json(

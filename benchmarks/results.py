@@ -27,7 +27,7 @@ class Spread:
 
 
 class Results:
-    """The samples of every case and contender, turn by turn: seconds per call, or bytes per byte."""
+    """The samples of every case and contender, turn by turn, in the units of the cases."""
 
     def __init__(self) -> None:
         self._turns: dict[tuple[str, str], list[list[float]]] = {}
@@ -62,7 +62,7 @@ class Results:
                 "row": case.row,
                 "title": case.title,
                 "contender": contender.name,
-                "unit": "extra bytes per byte" if case.transferred else "seconds per call",
+                "unit": case.unit.value,
                 "median": (spread := self.spread(case.key, contender)).median,
                 "quartiles": [spread.low, spread.high],
                 "samples": sum(map(len, self._turns[case.key, contender.name])),

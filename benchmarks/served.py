@@ -8,14 +8,15 @@ from torch import Tensor
 
 import gradwire_server as gws
 from benchmarks import functions
-from benchmarks.runtimes.gradwire import SAME_HOST_VARIABLE, connect
+from benchmarks.contenders import Carrier
+from benchmarks.runtimes.gradwire import CARRIER_VARIABLE, connect
 
 for function in functions.FUNCTIONS.values():
     gws.expose(function)
 for module in functions.MODULES.values():
     gws.expose(module)
 
-SAME_HOST = os.environ.get(SAME_HOST_VARIABLE, "1") == "1"
+CARRIER = Carrier(os.environ.get(CARRIER_VARIABLE, Carrier.SAME_HOST.value))
 
 
 @gws.expose
@@ -24,5 +25,5 @@ def chain(x: Tensor, route: list[str]) -> Tensor:
     y = functions.scale(x)
     if not route:
         return y
-    result: Tensor = connect(route[0], same_host=SAME_HOST).call("chain", y, route[1:])
+    result: Tensor = connect(route[0], CARRIER).call("chain", y, route[1:])
     return result

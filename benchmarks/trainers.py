@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.cases import CASES, Operation
+from benchmarks.cases import CASES
 from benchmarks.checking import check_alike
-from benchmarks.contenders import Contender, Kind
+from benchmarks.contenders import Carrier, Contender, Kind
+from benchmarks.operations import Operation
 from benchmarks.runtimes import tensorpipe
 from benchmarks.runtimes.base import Runtime
 from benchmarks.runtimes.gradwire import GradwireRuntime
@@ -102,7 +103,7 @@ def make_trainer(contender: Contender, workers: Sequence[str]) -> Trainer:
     torch.set_num_threads(1)
     runtime: Runtime
     if contender.kind is Kind.GRADWIRE:
-        runtime = GradwireRuntime(workers, same_host=contender.same_host)
+        runtime = GradwireRuntime(workers, contender.carrier)
     else:
         runtime = LocalRuntime(len(workers))
     return Trainer(runtime, len(workers))
@@ -113,7 +114,9 @@ def make_rank(
 ) -> Trainer | Waiting:
     """A member of an RPC world: a worker, or a trainer."""
     torch.set_num_threads(1)
-    tensorpipe.join(rendezvous, names[rank], rank, len(names), tcp_only=not contender.same_host)
+    tensorpipe.join(
+        rendezvous, names[rank], rank, len(names), tcp_only=contender.carrier is not Carrier.SAME_HOST
+    )
     return Waiting() if names[rank] in workers else Trainer(TensorPipeRuntime(workers), len(workers))
 
 

@@ -12,18 +12,11 @@ from pathlib import Path
 
 from benchmarks.cases import Topology
 from benchmarks.contenders import Contender, Kind
-from benchmarks.daemons import Daemon
+from benchmarks.daemons import Daemon, serve
 from benchmarks.members import END_SECONDS, Answering, Member, wait_for
-from benchmarks.runtimes.gradwire import SAME_HOST_VARIABLE
 from benchmarks.trainers import make_rank, make_trainer
 
 PAUSE_SECONDS = 5.0
-
-
-def serve(contender: Contender) -> Daemon:
-    """A worker of gradwire with the functions of all contenders."""
-    variables = {SAME_HOST_VARIABLE: str(int(contender.same_host))}
-    return Daemon("benchmarks.served", environment={**contender.environment, **variables})
 
 
 class World:

@@ -10,25 +10,34 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
+from benchmarks.contenders import Carrier
 from benchmarks.runtimes.base import Module, Runtime, TrainingPass
 from benchmarks.runtimes.plain import plain_pass
 
-SAME_HOST_VARIABLE = "GRADWIRE_BENCHMARK_SAME_HOST"
-"""Tells a worker of the benchmark whether it may use same-host shortcuts to the next worker."""
+CARRIER_VARIABLE = "GRADWIRE_BENCHMARK_CARRIER"
+"""Tells a worker of the benchmark what may carry its calls to the next worker."""
+
+CONNECT_OPTIONS: dict[Carrier, dict[str, Any]] = {
+    Carrier.SAME_HOST: {},
+    Carrier.TCP: {"same_host": False},
+    # The same as the line above for as long as gradwire has no socket of its own over the network. The option
+    # of `gw.connect` that refuses that socket goes here then: {"same_host": False, "direct": False}.
+    Carrier.GRPC: {"same_host": False},
+}
 
 
-def connect(address: str, *, same_host: bool) -> gw.RemoteWorker:
-    """A handle to a worker, through TCP alone unless `same_host`."""
-    return gw.connect(address, same_host=same_host)
+def connect(address: str, carrier: Carrier) -> gw.RemoteWorker:
+    """A handle to a worker whose calls nothing better than `carrier` carries."""
+    return gw.connect(address, **CONNECT_OPTIONS[carrier])
 
 
 class GradwireRuntime(Runtime):
     """Calls to `gradwire-server` daemons."""
 
-    def __init__(self, addresses: Sequence[str], *, same_host: bool) -> None:
+    def __init__(self, addresses: Sequence[str], carrier: Carrier) -> None:
         gw.tune_malloc()  # as workers do by themselves
         self._addresses = list(addresses)
-        self._workers = [connect(address, same_host=same_host) for address in addresses]
+        self._workers = [connect(address, carrier) for address in addresses]
 
     def call(self, worker: int, function: str, *args: Any) -> Any:
         return self._workers[worker].call(function, *args)
