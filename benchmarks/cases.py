@@ -27,6 +27,8 @@ TRANSFER = 256
 """In megabytes, the transfer of rows 11 and 12."""
 LARGE_FROM = 16
 """The size in megabytes from which on huge pages make a difference."""
+IDLE_CLIENTS = 100
+"""Who are connected and ask for nothing in row 17."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Method(Enum):
 
     IN_TURNS = "operations, in turns with other contenders"
     MEMORY = "the memory that a transfer takes"
+    START = "how long it takes until there is a first result"
+    IDLE = "what a worker costs that has nothing to do"
 
 
 class Unit(Enum):
@@ -53,6 +57,8 @@ class Unit(Enum):
 
     SECONDS = "seconds per call"
     BYTES = "extra bytes per byte"
+    PERCENT = "percent of a core"
+    THREADS = "threads"
 
 
 PAIR = Topology(trainers=1, workers=1)
@@ -84,6 +90,8 @@ class Case:
     turns: int = 10
     background: Preparation | None = None
     """What another thread does over and over meanwhile."""
+    before: Preparation | None = None
+    """What is done before each operation, outside the measured time."""
     checks: int = 2
     """How often its results are compared with one process: twice shows that parameters moved, and rightly."""
     group: str = ""
@@ -148,6 +156,29 @@ def _many(count: int, megabytes: float, block: int) -> list[Case]:
         for kind, title, make in (
             ("echo", "echo", operations.many_echo),
             ("backward", "forward + backward", operations.many_backward),
+        )
+    ]
+
+
+def _small(
+    row: int, what: str, *, background: Preparation | None = None, before: Preparation | None = None
+) -> list[Case]:
+    """A small call, and a small forward and backward, in circumstances."""
+    return [
+        Case(
+            f"{row}-{kind}",
+            row,
+            f"{title} {what}",
+            make,
+            BOTH,
+            block=10,
+            turns=8,
+            background=background,
+            before=before,
+        )
+        for kind, title, make in (
+            ("call", "small call", operations.small_call),
+            ("backward", "forward + backward", operations.small_backward),
         )
     ]
 
@@ -243,6 +274,38 @@ _ALL = [
     ],
     *_many(100, 1 / 256, block=4),
     *_many(20, 1 / 4, block=4),
+    *_small(14, "beside a busy Python thread", background=operations.busy_thread),
+    *_small(15, "with cold caches", before=operations.cold_caches),
+    *[
+        Case(
+            f"16-{kind}",
+            16,
+            title,
+            operations.small_call,
+            contenders,
+            has_lead_in=False,
+            turns=6,
+            method=Method.START,
+        )
+        for kind, title, contenders in (
+            ("daemon", "start-up of a daemon until it is ready", (GRADWIRE,)),
+            ("connect", "connecting", BOTH),
+            ("first", "first result after connecting", BOTH),
+        )
+    ],
+    *[
+        Case(
+            f"17-{kind}",
+            17,
+            f"{title} of an idle worker with {IDLE_CLIENTS} clients",
+            operations.small_call,
+            OURS,
+            turns=2,
+            method=Method.IDLE,
+            unit=unit,
+        )
+        for kind, title, unit in (("cpu", "CPU", Unit.PERCENT), ("threads", "threads", Unit.THREADS))
+    ],
 ]
 
 

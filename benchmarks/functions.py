@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ WIDTH = 256
 """Features per token of the transformer."""
 HEADS = 4
 MLP_WIDTH = 32
+TOUCHED_BYTES = 64 << 20
 
 
 def echo(x: Tensor) -> Tensor:
@@ -36,6 +40,30 @@ def double_each(xs: list[Tensor]) -> list[Tensor]:
 def consume(x: Tensor) -> float:
     """Takes a large tensor and answers with a number."""
     return float(x[0]) + float(x[-1])
+
+
+def spin(seconds: float) -> float:
+    """Has a thread compute in pure Python for so long, as a worker's own code may, and waits for it."""
+
+    def work() -> None:
+        end_at = time.monotonic() + seconds
+        while time.monotonic() < end_at:
+            sum(range(1000))
+
+    thread = threading.Thread(target=work, name="busy")
+    thread.start()
+    thread.join()
+    return seconds
+
+
+@cache
+def _touched() -> Tensor:
+    return torch.zeros(TOUCHED_BYTES // 4)
+
+
+def touch() -> float:
+    """Writes to more memory than the processor's caches hold."""
+    return float(_touched().fill_(1.0)[-1])
 
 
 class Mlp(nn.Module):
@@ -71,7 +99,7 @@ class TransformerLayers(nn.Module):
 
 
 FUNCTIONS: dict[str, Callable[..., object]] = {
-    f.__name__: f for f in (echo, scale, double, double_each, consume)
+    f.__name__: f for f in (echo, scale, double, double_each, consume, spin, touch)
 }
 
 MODULES: dict[str, type[nn.Module]] = {m.__name__: m for m in (Mlp, TransformerLayers)}

@@ -9,9 +9,11 @@ from itertools import groupby
 
 from benchmarks.cases import Case, Method, Topology
 from benchmarks.contenders import Contender
+from benchmarks.idling import idle_costs
 from benchmarks.members import Member
 from benchmarks.memory import extra_memory
 from benchmarks.results import Results
+from benchmarks.starting import start_times
 from benchmarks.worlds import World, running
 
 LEAD_SECONDS = 0.1
@@ -52,6 +54,8 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Results:
             for _, group in groupby(timed, key=lambda case: case.group or case.key):
                 _measure_group(plan, list(group), worlds, results, say)
     _measure_memory(plan, [case for case in plan.cases if case.method is Method.MEMORY], results, say)
+    for method, look in ((Method.START, start_times), (Method.IDLE, idle_costs)):
+        _measure_fresh(plan, [case for case in plan.cases if case.method is method], look, results, say)
     return results
 
 
@@ -112,3 +116,20 @@ def _measure_memory(plan: Plan, cases: Sequence[Case], results: Results, say: Ca
                 for extra in extra_memory(case, world, plan.turns_of(case)):
                     results.add(case, contender, [extra])
                 trainer.send_request("check", case.key)
+
+
+def _measure_fresh(
+    plan: Plan,
+    cases: Sequence[Case],
+    look: Callable[[Contender], dict[str, float]],
+    results: Results,
+    say: Callable[[str], None],
+) -> None:
+    """Cases that one look at fresh processes tells of together."""
+    for turn in range(max(map(plan.turns_of, cases), default=0)):
+        for contender in dict.fromkeys(who for case in cases for who in plan.contenders_of(case)):
+            say(f"{cases[0].method.value}: {contender.label}, {turn + 1}")
+            found = look(contender)
+            for case in cases:
+                if contender in plan.contenders_of(case):
+                    results.add(case, contender, [found[case.key]])

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from benchmarks.functions import MLP_WIDTH, WIDTH, TransformerLayers
+from benchmarks.functions import MLP_WIDTH, WIDTH, TransformerLayers, touch
 from benchmarks.runtimes.base import Runtime
 
 MEGABYTE = 1 << 20
 LAYERS, BATCH, TOKENS, VOCABULARY = 6, 16, 64, 1000
 CROSSING_BYTES = 4 * BATCH * TOKENS * WIDTH
 """Of one activation of the transformer; four cross in a step: there and back, forward and backward."""
+SPINNING_SECONDS = 0.2
+"""How long a worker's busy thread goes on when it was started once."""
 
 Outcome = Sequence[object]
 """What an operation comes to, results and gradients, to be compared with the same in one process."""
@@ -185,6 +187,16 @@ def one_way(megabytes: int) -> Preparation:
         return lambda: [runtime.call(0, "consume", x)]
 
     return make
+
+
+def busy_thread(runtime: Runtime) -> Operation:
+    """Keeps a thread of the worker busy in pure Python, for a while."""
+    return lambda: [runtime.call(0, "spin", SPINNING_SECONDS)]
+
+
+def cold_caches(runtime: Runtime) -> Operation:
+    """Leaves nothing else in the processor's caches, at either end."""
+    return lambda: [runtime.call(0, "touch"), touch()]
 
 
 def _many(count: int, megabytes: float) -> list[Tensor]:

@@ -74,6 +74,8 @@ def _time(seconds: float) -> str:
 SHOWN: dict[Unit, Callable[[float], str]] = {
     Unit.SECONDS: _time,
     Unit.BYTES: "{:.2f}".format,
+    Unit.PERCENT: "{:.1f} %".format,
+    Unit.THREADS: "{:.0f}".format,
 }
 
 

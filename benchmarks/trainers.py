@@ -33,6 +33,7 @@ class Trainer:
         self._workers = workers
         self._operations: dict[str, Operation] = {}
         self._backgrounds: dict[str, Operation] = {}
+        self._befores: dict[str, Operation] = {}
 
     def prepare(self, key: str) -> None:
         """Makes what the case needs."""
@@ -40,11 +41,14 @@ class Trainer:
         self._operations[key] = case.make(self._runtime)
         if case.background is not None:
             self._backgrounds[key] = case.background(self._runtime)
+        if case.before is not None:
+            self._befores[key] = case.before(self._runtime)
 
     def forget(self, key: str) -> None:
         """Lets go of it."""
         self._operations.pop(key)
         self._backgrounds.pop(key, None)
+        self._befores.pop(key, None)
 
     def check(self, key: str) -> None:
         """Compares results and gradients of what was prepared with those of the same in one process."""
@@ -59,12 +63,14 @@ class Trainer:
 
     def measure(self, key: str, count: int) -> list[float]:
         """Seconds per call of so many operations in a row, or as many as there is time for."""
-        case, operation = CASES[key], self._operations[key]
+        case, operation, before = CASES[key], self._operations[key], self._befores.get(key)
         seconds: list[float] = []
         with _over_and_over(self._backgrounds.get(key)):
             if case.has_lead_in:
                 operation()
             while len(seconds) < count and sum(seconds) < BLOCK_SECONDS:
+                if before is not None:
+                    before()
                 seconds.append(_seconds(operation))
         return [each / case.operations for each in seconds]
 
@@ -85,6 +91,7 @@ class Trainer:
     def close(self) -> None:
         self._operations.clear()
         self._backgrounds.clear()
+        self._befores.clear()
         self._runtime.close()
 
 

@@ -50,6 +50,29 @@ def test_a_run_prints_the_ratios_and_writes_them(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_rows_in_circumstances_are_measured(tmp_path: Path) -> None:
+    options = ("--rows", "14,15", "--contenders", "gradwire,tensorpipe", "--repetitions", "1")
+    with benchmark(tmp_path, "--quick", *options) as process:
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    document = json.loads((tmp_path / "out.json").read_text())
+    compared = [one["case"] for one in document["comparisons"]]
+    assert compared == ["14-call", "14-backward", "15-call", "15-backward"]
+
+
+def test_rows_of_fresh_processes_are_measured(tmp_path: Path) -> None:
+    options = ("--rows", "16,17", "--contenders", "gradwire,tensorpipe", "--repetitions", "1")
+    with benchmark(tmp_path, *options) as process:
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    document = json.loads((tmp_path / "out.json").read_text())
+    found = {(one["case"], one["contender"]): one["median"] for one in document["measurements"]}
+    both = {(case, who) for case in ("16-connect", "16-first") for who in ("gradwire", "tensorpipe")}
+    assert set(found) == both | {(case, "gradwire") for case in ("16-daemon", "17-cpu", "17-threads")}
+    assert all(value > 0 for value in found.values())
+    assert [one["case"] for one in document["comparisons"]] == ["16-connect", "16-first"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
@@ -70,10 +93,10 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Sig
 
 
 def test_a_row_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with benchmark(tmp_path, "--rows", "14") as process:
+    with benchmark(tmp_path, "--rows", "18") as process:
         _, errors = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 2
-    assert "rows are 1 to 13" in errors
+    assert "rows are 1 to 17" in errors
 
 
 def is_alive(pid: int) -> bool:

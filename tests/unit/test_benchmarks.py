@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import threading
+import time
+
 import pytest
 import torch
 from benchmarks.cases import CASES, Case, Method
@@ -21,6 +26,7 @@ from benchmarks.contenders import (
     Kind,
 )
 from benchmarks.operations import Operation
+from benchmarks.processes import cpu_seconds_of, descendants_of, threads_of
 from benchmarks.results import Results
 from benchmarks.runtimes.gradwire import CONNECT_OPTIONS
 from benchmarks.runtimes.local import LocalRuntime
@@ -46,7 +52,7 @@ def only(comparisons: list[Comparison], ours: Contender, against: str) -> Compar
 
 
 def test_all_rows_of_the_benchmark_are_there() -> None:
-    assert {case.row for case in CASES.values()} == set(range(1, 14))
+    assert {case.row for case in CASES.values()} == set(range(1, 18))
 
 
 def test_every_target_is_that_of_a_row_that_is_measured_so() -> None:
@@ -69,7 +75,7 @@ def test_gradwire_has_a_contender_and_a_way_to_connect_for_each_carrier() -> Non
 def test_rows_over_tcp_are_measured_over_grpc_and_beside_tensorpipe_over_tcp_as_well() -> None:
     for case in CASES.values():
         over_tcp = {who.name for who in case.contenders if who.carrier is not Carrier.SAME_HOST}
-        if over_tcp:
+        if over_tcp and case.method is not Method.IDLE:  # TensorPipe has no worker that waits for nobody
             assert over_tcp == {"gradwire-tcp", "gradwire-grpc", "tensorpipe-tcp"}, case.key
 
 
@@ -139,6 +145,17 @@ def test_large_tensors_are_compared_with_their_like() -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["14-call", "15-backward", "16-connect"])
+def test_rows_for_information_have_no_target(key: str) -> None:
+    [found] = compare(results_of((key, GRADWIRE, [1.0]), (key, TENSORPIPE, [1.0])))
+    assert found.target is None
+    assert found.is_met is None
+
+
+def test_what_tensorpipe_has_no_like_of_is_not_compared() -> None:
+    assert compare(results_of(("16-daemon", GRADWIRE, [3.0]), ("17-threads", GRADWIRE, [400.0]))) == []
+
+
 def test_the_transformer_is_compared_with_computing_and_copying() -> None:
     found = compare(results_of(("10", GRADWIRE, [1.05]), ("10", LOCAL, [0.9]), ("10-memcpy", LOCAL, [0.1])))
     step = only(found, GRADWIRE, "one process + memcpy")
@@ -171,3 +188,19 @@ def test_a_busy_link_is_compared_with_the_same_when_idle(ours: Contender, target
 def test_memory_is_not_a_ratio_of_times() -> None:
     [found] = compare(results_of(("12-echo", GRADWIRE, [0.0, 0.2, 0.1])))
     assert (found.value.median, found.target, found.is_met) == (0.1, 0.6, True)
+
+
+def test_this_process_is_seen_from_outside_as_it_is() -> None:
+    before = cpu_seconds_of(os.getpid())
+    sum(range(100_000))
+    assert before < cpu_seconds_of(os.getpid()) <= time.process_time()
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    threads = threads_of(os.getpid())
+    thread.start()
+    assert threads_of(os.getpid()) == threads + 1
+    is_over.set()
+    thread.join()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert child.pid in descendants_of(os.getpid())
+        child.kill()
