@@ -2,7 +2,8 @@
 
 Prints a table with the exponent of each curve: the slope of a straight line through the upper half of its
 points, both axes logarithmic. 1 is linear. A point is the fastest of its steps: what else the machine does
-only ever adds. Writes results/growth.json, with all steps, and results/growth.png.
+only ever adds. Writes results/growth.json, with all steps, and results/growth.png; where it measured a part,
+results/partial.growth.json and .png.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
+import signal
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +23,10 @@ from rich.table import Table
 
 import gradwire as gw
 from benchmarks.daemons import Daemon
+from benchmarks.growth.base import Curve, Place
 from benchmarks.growth.chart import draw
-from benchmarks.growth.curves import Curve, Place, curves
+from benchmarks.growth.curves import curves
+from benchmarks.processes import held_bytes, threads_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -29,6 +34,8 @@ LINEAR = 1.15
 """Exponents up to this count as linear: some noise is in each."""
 
 Times = dict[int, list[float]]
+Weights = dict[int, dict[str, int]]
+"""By size, the threads and the bytes of a worker."""
 
 
 def worker_process() -> Daemon:
@@ -36,9 +43,13 @@ def worker_process() -> Daemon:
     return Daemon("benchmarks.growth.served", "--max-contexts-per-client", "20000")
 
 
-def measure(curve: Curve, place: Place) -> Times:
-    """The seconds of steps, for each size. Sizes take turns, save where one has to be prepared for long."""
+def measure(curve: Curve, place: Place) -> tuple[Times, Weights]:
+    """The seconds of steps, and what the worker needs, for each size.
+
+    Sizes take turns, save where one has to be prepared for long.
+    """
     times: Times = {size: [] for size in curve.sizes}
+    weights: Weights = {}
     for size in curve.sizes:
         prepared = curve.prepared(place, size)
         if prepared is None:
@@ -47,11 +58,13 @@ def measure(curve: Curve, place: Place) -> Times:
         with prepared:
             curve.step(place, size)
             times[size] = [curve.step(place, size) for _ in range(curve.rounds)]
+            if curve.weighs_worker:
+                weights[size] = {"threads": threads_of(place.pid), "bytes": held_bytes([place.pid])}
     for _ in range(curve.rounds):
         for size, taken in times.items():
             if len(taken) < curve.rounds:
                 taken.append(curve.step(place, size))
-    return times
+    return times, weights
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
@@ -63,6 +76,22 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
     return line.slope
 
 
+def marginal_cost(weights: Weights) -> str:
+    """What one more costs, from the smallest size to the largest."""
+    smallest, largest = min(weights), max(weights)
+    threads, held = (
+        (weights[largest][what] - weights[smallest][what]) / (largest - smallest)
+        for what in ("threads", "bytes")
+    )
+    return f"{threads:.1f} threads and {held / 1024:.0f} KB"
+
+
+def allow_many_files() -> None:
+    """As many as this process may have, and the ones that it starts: each client of a worker takes a few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer steps")
@@ -72,11 +101,18 @@ def main() -> None:
     chosen = [curve for curve in curves(quick=options.quick) if options.only in curve.name]
     table = Table("curve", "sizes", "first", "last", "exponent", "", title="time of a step, in ms")
     results = []
-    with worker_process() as first_worker, worker_process() as second_worker:
-        addresses = (first_worker.wait_until_ready(), second_worker.wait_until_ready())
-        worker = gw.connect(addresses[0])
+    weighings = []
+    allow_many_files()
+    # As Ctrl-C does: all processes are ended on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with (
+        worker_process() as here,
+        worker_process() as there,
+        gw.connect(here.wait_until_ready()) as worker,
+    ):
+        place = Place(worker, (here.wait_until_ready(), there.wait_until_ready()), here.pid)
         for curve in chosen:
-            times = measure(curve, Place(worker, addresses))
+            times, weights = measure(curve, place)
             points = [(size, min(taken)) for size, taken in times.items()]
             power = exponent(points)
             (first, first_time), (last, last_time) = points[0], points[-1]
@@ -88,11 +124,15 @@ def main() -> None:
                 f"{power:.2f}",
                 "linear or better" if power <= LINEAR else "MORE THAN LINEAR",
             )
-            results.append({"name": curve.name, "exponent": power, "seconds": times})
-    Console().print(table)
+            results.append({"name": curve.name, "exponent": power, "seconds": times, "worker": weights})
+            if len(weights) > 1:
+                weighings.append(f"{curve.name}: each further one costs the worker {marginal_cost(weights)}")
+    console = Console()
+    console.print(table, *weighings, sep="\n")
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "growth.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, RESULTS / "growth.png")
+    name = "partial.growth" if options.quick or options.only else "growth"
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

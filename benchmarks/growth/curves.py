@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 
 import gradwire as gw
+from benchmarks.growth.base import Curve, Place
+from benchmarks.growth.crowds import FanOut, call_of_one_client, connect_clients
 
-__all__ = ["Curve", "Place", "curves"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The two workers, connected and by address."""
-
-    worker: gw.RemoteWorker
-    addresses: tuple[str, str]
-
-
-Step = Callable[[], float]
-"""Does one step. The seconds that it took."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One thing that gets larger."""
-
-    name: str
-    sizes: tuple[int, ...]
-    prepared: Callable[[Place, int], ExitStack | None]
-    """Brings about what is there before a step, until it is closed."""
-    step: Callable[[Place, int], float]
-    rounds: int = 9
+__all__ = ["curves"]
 
 
 def _leaf() -> torch.Tensor:
@@ -127,6 +104,7 @@ def curves(*, quick: bool) -> list[Curve]:
     rounds = 3 if quick else 9
     thousand = sizes(1, 3, 10, 30, 100, 300, 1000)
     two_hundred = sizes(1, 3, 6, 12, 25, 50, 100, 200)
+    fan_out = FanOut()
     return [
         Curve("calls in one context, in a row", thousand, _nothing, _calls_in_a_row, rounds),
         Curve("calls in one context, side by side", thousand, _nothing, _calls_side_by_side, rounds),
@@ -141,4 +119,19 @@ def curves(*, quick: bool) -> list[Curve]:
         Curve("tensors in one call", thousand, _nothing, _many_tensors, rounds),
         Curve("recurrent calls, independent", two_hundred, _nothing, _recurrent, rounds),
         Curve("recurrent calls, in a loop", two_hundred, _nothing, _recurrent_loop, rounds),
+        Curve(
+            "clients of a worker, one calls",
+            sizes(1, 3, 10, 30, 100, 250, 500),
+            connect_clients,
+            call_of_one_client,
+            rounds=rounds * 10,
+            weighs_worker=True,
+        ),
+        Curve(
+            "workers of a client, a call to each",
+            sizes(1, 2, 5, 10, 25, 50),
+            fan_out.connect,
+            fan_out.step,
+            rounds=rounds * 3,
+        ),
     ]

@@ -6,6 +6,9 @@ import torch
 
 import gradwire as gw
 import gradwire_server as gws
+from benchmarks import functions
+
+gws.expose(functions.echo)
 
 weight = torch.ones(16, requires_grad=True)
 state: dict[str, torch.Tensor] = {}
