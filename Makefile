@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-oldest native-fuzz native-sanitize test-slow bench bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
+.PHONY: help install native demo test test-oldest native-fuzz native-sanitize test-slow bench bench-peers bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,9 @@ search: native ## random programs beside plain PyTorch, for SECONDS=120; ARGS="-
 
 bench: native ## measure gradwire beside TensorPipe on this machine; ARGS="--quick", ARGS="--rows 1,6,7"
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: native ## measure gradwire beside Ray, Monarch, hivemind and Dask, installed by it; ARGS="--peers ray"
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 bench-shaped: native ## measure steps over a line of 100 Mbit/s with each codec; as root, with real shaping
 	@$(BIN)/python -m benchmarks.shaped $(ARGS)

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from benchmarks.peers.environments import Peer
+from benchmarks.peers.measuring import measure
+from benchmarks.peers.processes import PeerFailed
 from benchmarks.processes import descendants_of
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +74,20 @@ def test_rows_of_fresh_processes_are_measured(tmp_path: Path) -> None:
     assert set(found) == both | {(case, "gradwire") for case in ("16-daemon", "17-cpu", "17-threads")}
     assert all(value > 0 for value in found.values())
     assert [one["case"] for one in document["comparisons"]] == ["16-connect", "16-first"]
+
+
+def test_a_peer_is_measured_beside_gradwire_and_ends() -> None:
+    itself = Peer("itself", "gradwire once more", "gradwire_worker", ())
+    before = descendants_of(os.getpid())
+    found = measure(itself, Path(sys.executable), turns=2)
+    assert [one.case for one in found] == ["small call", "echo of 1 MB", "forward + backward"]
+    assert all(len(one.theirs) == len(one.ours) == 2 and one.ratio.median > 0 for one in found)
+    assert set(descendants_of(os.getpid())) <= set(before)
+
+
+def test_a_peer_that_does_not_start_says_why() -> None:
+    with pytest.raises(PeerFailed, match="No module named benchmarks.peers.no_module"):
+        measure(Peer("none", "no peer", "no_module", ()), Path(sys.executable), turns=2)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from benchmarks.contenders import (
     Kind,
 )
 from benchmarks.operations import Operation
+from benchmarks.peers.environments import CannotInstall, Peer, python_of
+from benchmarks.peers.measuring import Found
 from benchmarks.processes import cpu_seconds_of, descendants_of, threads_of
 from benchmarks.results import Results
 from benchmarks.runtimes.gradwire import CONNECT_OPTIONS
@@ -204,3 +207,17 @@ def test_this_process_is_seen_from_outside_as_it_is() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         assert child.pid in descendants_of(os.getpid())
         child.kill()
+
+
+def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_ARGS", "--no-index --find-links nowhere")
+    monkeypatch.setenv("TORCH_INDEX_URL", "")
+    peer = Peer("none", "no peer", "no_module", ("no-such-peer==1",))
+    with pytest.raises(CannotInstall, match="ERROR: Could not find a version"):
+        python_of(peer, tmp_path)
+    assert not (tmp_path / "none" / ".installed").exists()  # what is there of it does not pass for it
+
+
+def test_peers_are_compared_turn_by_turn() -> None:
+    found = Found(Peer("other", "another", "no_module", ()), "small call", [2.0, 4.0, 8.0], [1.0, 1.0, 4.0])
+    assert (found.ratio.low, found.ratio.median, found.ratio.high) == (0.375, 0.5, 0.5)
