@@ -78,7 +78,7 @@ format: $(INSTALLED) ## format the code and apply ruff's safe fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: $(INSTALLED) ## mypy --strict over both packages
+types: $(INSTALLED) ## mypy --strict over both packages and the benchmarks
 	@$(BIN)/mypy
 
 protos: ## generate client/gradwire/proto from protos/

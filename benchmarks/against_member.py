@@ -54,7 +54,7 @@ def cases(worker: gw.RemoteWorker) -> dict[str, Callable[[], None]]:
 
     def many_calls() -> None:
         x = small.clone().requires_grad_()
-        torch.stack([worker.double(x) for _ in range(STEPS)]).sum().backward()
+        torch.stack([worker.double(x) for _ in range(STEPS)]).sum().backward()  # type: ignore[no-untyped-call]
 
     def recurrent(feedback: bool) -> None:
         cell.reset()

@@ -71,7 +71,7 @@ def _many_tensors(place: Place, count: int) -> float:
     took: list[float] = []
     tensors = [_leaf() for _ in range(count)]
     with _timed(took):
-        torch.stack(place.worker.scale_each(tensors)).sum().backward()
+        torch.stack(place.worker.scale_each(tensors)).sum().backward()  # type: ignore[no-untyped-call]
     return took[0]
 
 
@@ -80,7 +80,7 @@ def _recurrent(place: Place, count: int) -> float:
     place.worker.forget()
     x = _leaf()
     with _timed(took):
-        torch.stack([place.worker.recur(x) for _ in range(count)]).sum().backward()
+        torch.stack([place.worker.recur(x) for _ in range(count)]).sum().backward()  # type: ignore[no-untyped-call]
     return took[0]
 
 
@@ -91,7 +91,7 @@ def _recurrent_loop(place: Place, count: int) -> float:
     with _timed(took):
         for _ in range(count):
             outs.append(place.worker.recur(outs[-1]))
-        torch.stack(outs).sum().backward()
+        torch.stack(outs).sum().backward()  # type: ignore[no-untyped-call]
     return took[0]
 
 
