@@ -107,15 +107,18 @@ def _block(case: Case, trainers: list[Member], count: int) -> list[float]:
 
 
 def _measure_memory(plan: Plan, cases: Sequence[Case], results: Results, say: Callable[[str], None]) -> None:
-    """In processes of its own for each measurement: none has buffers left from another one."""
-    wanted = [(case, contender) for case in cases for contender in plan.contenders_of(case)]
-    with running([(contender, case.topology) for case, contender in wanted]) as worlds:
-        for (case, contender), world in zip(wanted, worlds, strict=True):
-            say(f"{case.title}: {contender.label}")
-            with world.awake(case.topology) as [trainer]:
-                for extra in extra_memory(case, world, plan.turns_of(case)):
-                    results.add(case, contender, [extra])
-                trainer.send_request("check", case.key)
+    """In processes of its own for each measurement: none has buffers left from another one.
+
+    Those of one case are there at a time, since each keeps hundreds of megabytes.
+    """
+    for case in cases:
+        with running([(contender, case.topology) for contender in plan.contenders_of(case)]) as worlds:
+            for world in worlds:
+                say(f"{case.title}: {world.contender.label}")
+                with world.awake(case.topology) as [trainer]:
+                    for extra in extra_memory(case, world, plan.turns_of(case)):
+                        results.add(case, world.contender, [extra])
+                    trainer.send_request("check", case.key)
 
 
 def _measure_fresh(
