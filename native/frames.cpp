@@ -19,6 +19,10 @@ enum FrameField : uint32_t {
   FRAME_CANCEL = 6,
   FRAME_ACKNOWLEDGE = 7,
   FRAME_GOODBYE = 8,
+  FRAME_SEGMENT = 9,
+  FRAME_PLACED = 10,
+  FRAME_RETURNED = 11,
+  FRAME_FREED = 12,
   FRAME_CHUNK = 13,
 };
 enum RequestField : uint32_t { REQUEST_ID = 1, REQUEST_METHOD = 2, REQUEST_BODY = 3, REQUEST_TIMEOUT = 5, REQUEST_ATTACHMENTS = 6 };
@@ -26,6 +30,9 @@ enum ResponseField : uint32_t { RESPONSE_ID = 1, RESPONSE_BODY = 2, RESPONSE_ERR
 enum ChunkField : uint32_t { CHUNK_MESSAGE = 1, CHUNK_OF_RESPONSE = 2, CHUNK_DATA = 3 };
 constexpr uint32_t CANCEL_ID = 1;
 constexpr uint32_t ACKNOWLEDGE_IDS = 1;
+enum SegmentField : uint32_t { SEGMENT_ID = 1, SEGMENT_SIZE = 2 };
+enum PlacedField : uint32_t { PLACED_SEGMENT = 2, PLACED_SIZE = 3, PLACED_MESSAGE = 4, PLACED_OF_RESPONSE = 5 };
+constexpr uint32_t SEGMENT_IDS = 1;  // of Returned and Freed
 enum GoodbyeField : uint32_t { GOODBYE_ERROR = 1, GOODBYE_LEAVING = 2 };
 enum ErrorField : uint32_t { ERROR_RETRY_AFTER = 7, ERROR_NOT_STARTED = 8 };
 
@@ -238,12 +245,6 @@ Cancel read_cancel(Bytes message) {
   return cancel;
 }
 
-Acknowledge read_acknowledge(Bytes message) {
-  Acknowledge acknowledge;
-  for (Fields f(message); f.next();) f.is_numbers(ACKNOWLEDGE_IDS, acknowledge.ids);
-  return acknowledge;
-}
-
 Goodbye read_goodbye(Bytes message) {
   Goodbye goodbye;
   for (Fields f(message); f.next();) {
@@ -251,6 +252,32 @@ Goodbye read_goodbye(Bytes message) {
     else if (f.is(GOODBYE_LEAVING, VARINT)) goodbye.leaving = f.number != 0;
   }
   return goodbye;
+}
+
+NewSegment read_new_segment(Bytes message) {
+  NewSegment segment;
+  for (Fields f(message); f.next();) {
+    if (f.is(SEGMENT_ID, VARINT)) segment.id = f.number;
+    else if (f.is(SEGMENT_SIZE, VARINT)) segment.size = f.number;
+  }
+  return segment;
+}
+
+Placed read_placed(Bytes message) {
+  Placed placed;
+  for (Fields f(message); f.next();) {
+    if (f.is(PLACED_SEGMENT, VARINT)) placed.segment = f.number;
+    else if (f.is(PLACED_SIZE, VARINT)) placed.size = f.number;
+    else if (f.is(PLACED_MESSAGE, VARINT)) placed.message = f.number;
+    else if (f.is(PLACED_OF_RESPONSE, VARINT)) placed.of_response = f.number != 0;
+  }
+  return placed;
+}
+
+std::vector<uint64_t> read_ids(Bytes message, uint32_t field) {
+  std::vector<uint64_t> ids;
+  for (Fields f(message); f.next();) f.is_numbers(field, ids);
+  return ids;
 }
 
 // Reads, at the begin of `bytes`, a tag and a length. Returns how many bytes they took, 0 if too few are there.
@@ -301,10 +328,42 @@ void write_cancel(std::string& out, uint64_t id) {
   put_number(out, CANCEL_ID, id);
 }
 
-void write_acknowledge(std::string& out, std::span<const uint64_t> ids) {
+namespace {
+
+void write_ids(std::string& out, FrameField kind, uint32_t field, std::span<const uint64_t> ids) {
   size_t size = packed_size(ids);
-  put_frame(out, FRAME_ACKNOWLEDGE, size ? bytes_size(size) : 0);
-  put_packed(out, ACKNOWLEDGE_IDS, ids, size);
+  put_frame(out, kind, size ? bytes_size(size) : 0);
+  put_packed(out, field, ids, size);
+}
+
+}  // namespace
+
+void write_acknowledge(std::string& out, std::span<const uint64_t> ids) {
+  write_ids(out, FRAME_ACKNOWLEDGE, ACKNOWLEDGE_IDS, ids);
+}
+
+void write_returned(std::string& out, std::span<const uint64_t> segments) {
+  write_ids(out, FRAME_RETURNED, SEGMENT_IDS, segments);
+}
+
+void write_freed(std::string& out, std::span<const uint64_t> segments) {
+  write_ids(out, FRAME_FREED, SEGMENT_IDS, segments);
+}
+
+void write_new_segment(std::string& out, const NewSegment& segment) {
+  put_frame(out, FRAME_SEGMENT, number_size(segment.id) + number_size(segment.size));
+  put_number(out, SEGMENT_ID, segment.id);
+  put_number(out, SEGMENT_SIZE, segment.size);
+}
+
+void write_placed(std::string& out, const Placed& placed) {
+  put_frame(out, FRAME_PLACED,
+            number_size(placed.segment) + number_size(placed.size) + number_size(placed.message) +
+                number_size(placed.of_response));
+  put_number(out, PLACED_SEGMENT, placed.segment);
+  put_number(out, PLACED_SIZE, placed.size);
+  put_number(out, PLACED_MESSAGE, placed.message);
+  put_number(out, PLACED_OF_RESPONSE, placed.of_response);
 }
 
 void write_goodbye(std::string& out, const Goodbye& goodbye) {
@@ -367,8 +426,12 @@ Frame read_frame(Bytes frame) {
     else if (f.is(FRAME_RESPONSE, BYTES)) found = read_response(f.bytes);
     else if (f.is(FRAME_CHUNK, BYTES)) found = read_chunk(f.bytes);
     else if (f.is(FRAME_CANCEL, BYTES)) found = read_cancel(f.bytes);
-    else if (f.is(FRAME_ACKNOWLEDGE, BYTES)) found = read_acknowledge(f.bytes);
+    else if (f.is(FRAME_ACKNOWLEDGE, BYTES)) found = Acknowledge{read_ids(f.bytes, ACKNOWLEDGE_IDS)};
     else if (f.is(FRAME_GOODBYE, BYTES)) found = read_goodbye(f.bytes);
+    else if (f.is(FRAME_SEGMENT, BYTES)) found = read_new_segment(f.bytes);
+    else if (f.is(FRAME_PLACED, BYTES)) found = read_placed(f.bytes);
+    else if (f.is(FRAME_RETURNED, BYTES)) found = Returned{read_ids(f.bytes, SEGMENT_IDS)};
+    else if (f.is(FRAME_FREED, BYTES)) found = Freed{read_ids(f.bytes, SEGMENT_IDS)};
     else is_known = false;
     if (is_known && has_kind) malformed("two frames in one");
     has_kind |= is_known;

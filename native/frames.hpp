@@ -46,6 +46,30 @@ struct Chunk {
   std::string_view data;
 };
 
+// A new segment of shared memory, whose descriptor comes with this frame.
+struct NewSegment {
+  uint64_t id = 0;
+  uint64_t size = 0;
+};
+
+// The next attachment of a message lies at the begin of a segment.
+struct Placed {
+  uint64_t message = 0;
+  bool of_response = false;
+  uint64_t segment = 0;
+  uint64_t size = 0;
+};
+
+// The receiver no longer uses these segments.
+struct Returned {
+  std::vector<uint64_t> segments;
+};
+
+// The sender has freed these segments.
+struct Freed {
+  std::vector<uint64_t> segments;
+};
+
 struct Cancel {
   uint64_t id = 0;
 };
@@ -60,7 +84,8 @@ struct Goodbye {
   bool leaving = false;
 };
 
-using Frame = std::variant<Request, Response, Chunk, Cancel, Acknowledge, Goodbye>;
+using Frame =
+    std::variant<Request, Response, Chunk, Cancel, Acknowledge, Goodbye, NewSegment, Placed, Returned, Freed>;
 
 // What a session has to know of an Error.
 struct Refusal {
@@ -77,6 +102,10 @@ void write_chunk_head(std::string& out, uint64_t message, bool of_response, size
 void write_cancel(std::string& out, uint64_t id);
 void write_acknowledge(std::string& out, std::span<const uint64_t> ids);
 void write_goodbye(std::string& out, const Goodbye& goodbye);
+void write_new_segment(std::string& out, const NewSegment& segment);
+void write_placed(std::string& out, const Placed& placed);
+void write_returned(std::string& out, std::span<const uint64_t> segments);
+void write_freed(std::string& out, std::span<const uint64_t> segments);
 
 // -- reading
 

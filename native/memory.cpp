@@ -119,10 +119,9 @@ class Pool {
 };
 
 // Never destroyed: blocks may outlive static objects when the process ends.
-Pool& pool() {
-  static Pool& pool = *new Pool();
-  return pool;
-}
+Pool* the_pool = new Pool();
+
+Pool& pool() { return *the_pool; }
 
 }  // namespace
 
@@ -137,22 +136,26 @@ Block::Block(size_t size) : size_(size) {
 }
 
 Block::Block(Block&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      owner_(std::move(other.owner_)) {}
 
 Block& Block::operator=(Block&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(owner_, other.owner_);
   return *this;
 }
 
 Block::~Block() {
-  if (!data_) return;
+  if (!data_ || owner_) return;
   if (size_ >= SMALLEST_POOLED) pool().give_back(data_, rounded(size_));
   else std::free(data_);
 }
 
 PoolUse pool_use() { return pool().use(); }
 void set_pool_limit(size_t bytes) { pool().set_limit(bytes); }
+void forget_pool() { the_pool = new Pool(); }
 bool trim_pool(double seconds) {
   pool().trim(seconds);
   return pool().use().kept_bytes > 0;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 
 namespace gradwire {
 
@@ -24,6 +25,9 @@ class Block {
   Block() = default;
   // Not initialized. Throws std::bad_alloc.
   explicit Block(size_t size);
+  // Memory of somebody else.
+  Block(uint8_t* data, size_t size, std::shared_ptr<const void> owner)
+      : data_(data), size_(size), owner_(std::move(owner)) {}
   Block(Block&& other) noexcept;
   Block& operator=(Block&& other) noexcept;
   ~Block();
@@ -34,6 +38,7 @@ class Block {
  private:
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
+  std::shared_ptr<const void> owner_;
 };
 
 // What the process keeps of memory that blocks no longer use.
@@ -45,5 +50,7 @@ PoolUse pool_use();
 void set_pool_limit(size_t bytes);
 // Gives memory back to the system that has not been used again for `seconds`. Returns whether any is left.
 bool trim_pool(double seconds);
+// To be called in a forked process, where threads that do not exist may hold the lock of the pool.
+void forget_pool();
 
 }  // namespace gradwire

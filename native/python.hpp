@@ -5,9 +5,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cerrno>
 #include <exception>
 #include <new>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include "frames.hpp"
@@ -58,6 +60,9 @@ PyObject* guarded(PyObject* protocol_error, Code code) {
     PyErr_NoMemory();
   } catch (const std::invalid_argument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }

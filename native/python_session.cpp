@@ -1,4 +1,7 @@
-// Block, Budget, Event and Session for Python. The interpreter's lock guards all of them.
+// Block, Budget, Event and Session for Python.
+//
+// Threads that come from here hold the interpreter's lock while they hold that of a link, and never wait for it then.
+// So what holds the lock of a link must not wait for the interpreter's.
 
 #include <algorithm>
 #include <cstring>
@@ -7,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "event_loop.hpp"
+#include "link.hpp"
 #include "python.hpp"
 #include "session.hpp"
 
@@ -58,10 +63,9 @@ class Unused {
   Held* first_ = nullptr;
 };
 
-Unused& unused() {
-  static Unused& unused = *new Unused();  // never destroyed: threads may go on while the process ends
-  return unused;
-}
+Unused* the_unused = new Unused();  // never destroyed: threads may go on while the process ends
+
+Unused& unused() { return *the_unused; }
 
 std::shared_ptr<const void> shared(std::unique_ptr<Held> held) {
   return {held.release(), [](const void* p) { unused().add(static_cast<Held*>(const_cast<void*>(p))); }};
@@ -235,15 +239,46 @@ constexpr std::pair<const char*, Event::Kind> KINDS[] = {
     {"NO_MEMORY", Event::Kind::no_memory}, {"DISCARDED", Event::Kind::discarded},
     {"UNREACHABLE", Event::Kind::unreachable},
     {"CANCELLED", Event::Kind::cancelled}, {"ACKNOWLEDGED", Event::Kind::acknowledged}, {"CHECK", Event::Kind::check},
-    {"GOODBYE", Event::Kind::goodbye},
+    {"GOODBYE", Event::Kind::goodbye},     {"TIMER", Event::Kind::timer}, {"DISCONNECTED", Event::Kind::disconnected}, {"BROKEN", Event::Kind::broken},
 };
 
 // -- Session
 
 struct PySession {
   PyObject_HEAD
-  std::unique_ptr<Session> value;
+  std::shared_ptr<Link> value;
 };
+
+Link& link_of(PyObject* self) { return *reinterpret_cast<PySession*>(self)->value; }
+
+// Runs what may take long without the interpreter's lock. Nothing may be thrown where that is taken again: if the
+// process ends meanwhile, Python ends the thread there.
+template <typename Code>
+auto without_gil(Code code) {
+  std::exception_ptr error;
+  decltype(code()) result{};
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    result = code();
+  } catch (const std::exception&) {
+    error = std::current_exception();
+  }
+  PyEval_RestoreThread(state);
+  if (error) std::rethrow_exception(error);
+  return result;
+}
+
+std::unique_lock<FairMutex> locked(Link& link) {
+  std::unique_lock lock(link.mutex(), std::try_to_lock);
+  while (!lock) {
+    // Let go of again before the interpreter's lock is taken: whoever has that may be waiting for this one.
+    without_gil([&] { return std::lock_guard(link.mutex()), 0; });
+    lock.try_lock();
+  }
+  return lock;
+}
+
+Link::Use use(Link& link) { return {link, locked(link)}; }
 
 PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   return guarded(protocol_error, [&] {
@@ -253,13 +288,15 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     unsigned long long max_body = settings.max_body_bytes, max_message = settings.max_message_bytes,
                        quota = settings.max_quota_bytes, window = settings.max_window_bytes,
                        inbound = settings.max_inbound_calls, chunk = settings.chunk_bytes, seed = 0;
+    double patience = settings.patience;
     static const char* names[] = {"seed",           "refusal",           "cancelled",       "no_memory",
                                   "budget",         "max_body_bytes",    "max_message_bytes", "max_quota_bytes",
-                                  "max_window_bytes", "max_inbound_calls", "chunk_bytes",   nullptr};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&SSSO!O&O&O&O&O&O&", const_cast<char**>(names), to_number, &seed,
+                                  "max_window_bytes", "max_inbound_calls", "chunk_bytes",   "patience",
+                                  nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&SSSO!O&O&O&O&O&O&d", const_cast<char**>(names), to_number, &seed,
                                      &refusal, &cancelled, &no_memory, budget_type, &budget, to_number, &max_body,
                                      to_number, &max_message, to_number, &quota, to_number, &window, to_number,
-                                     &inbound, to_number, &chunk))
+                                     &inbound, to_number, &chunk, &patience))
       throw Raised();
     if (!refusal || !cancelled || !no_memory)
       throw std::invalid_argument("refusal, cancelled and no_memory are needed: each a serialized Error");
@@ -275,8 +312,9 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     settings.max_inbound_calls = inbound;
     settings.chunk_bytes = chunk;
     settings.seed = seed;
+    settings.patience = patience;
     auto shared = budget ? reinterpret_cast<PyBudget*>(budget)->value : std::make_shared<Budget>();
-    return allocate<PySession>(type, std::make_unique<Session>(std::move(settings), std::move(shared)));
+    return allocate<PySession>(type, std::make_shared<Link>(std::move(settings), std::move(shared)));
   });
 }
 
@@ -290,13 +328,24 @@ struct ReleaseUnused {
   }
 };
 
-// A method: parses its arguments and runs `code` with the session.
+// A method: parses its arguments and runs `code` with the session, under its lock. It must not make containers of
+// Python's: that may collect garbage, whose destructors may use this very session.
 template <typename Code, typename... Targets>
 PyObject* method(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
   return guarded(protocol_error, [&]() -> PyObject* {
     ReleaseUnused at_the_end;
     if (!PyArg_ParseTuple(args, format, targets...)) throw Raised();
-    return checked(code(*reinterpret_cast<PySession*>(self)->value));
+    return checked(code(use(link_of(self)).session()));
+  });
+}
+
+// The same with the link.
+template <typename Code, typename... Targets>
+PyObject* link_method(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
+  return guarded(protocol_error, [&]() -> PyObject* {
+    ReleaseUnused at_the_end;
+    if (!PyArg_ParseTuple(args, format, targets...)) throw Raised();
+    return checked(code(link_of(self)));
   });
 }
 
@@ -308,9 +357,9 @@ PyObject* session_call(PyObject* self, PyObject* args) {
   PyObject *body, *parts = nullptr, *timeout = Py_None;
   PyObject* given = nullptr;
   int nested = 0, is_checked = 0, waits = 1;
-  return method(
+  return link_method(
       self, args, "dO&S|OOppOp",
-      [&](Session& session) {
+      [&](Link& link) {
         Session::CallOptions options;
         options.nested = nested != 0;
         options.waits_for_connection = waits != 0;
@@ -323,7 +372,7 @@ PyObject* session_call(PyObject* self, PyObject* args) {
         if (number > UINT32_MAX) throw std::invalid_argument("there is no such method");
         auto sent = attachments(parts);
         return PyLong_FromUnsignedLongLong(
-            session.call(now, number, bytes(body), std::move(sent), std::move(options)));
+            use(link).session().call(now, number, bytes(body), std::move(sent), std::move(options)));
       },
       &now, to_number, &number, &body, &parts, &timeout, &nested, &is_checked, &given, &waits);
 }
@@ -331,9 +380,14 @@ PyObject* session_call(PyObject* self, PyObject* args) {
 PyObject* session_withdraw(PyObject* self, PyObject* args) {
   double now;
   unsigned long long handle;
-  return method(
-      self, args, "dO&", [&](Session& session) { return PyBool_FromLong(session.withdraw(now, handle)); }, &now,
-      to_number, &handle);
+  return link_method(
+      self, args, "dO&",
+      [&](Link& link) {
+        bool was_awaited = use(link).session().withdraw(now, handle);
+        link.wake(handle);
+        return PyBool_FromLong(was_awaited);
+      },
+      &now, to_number, &handle);
 }
 
 PyObject* session_limit_window(PyObject* self, PyObject* args) {
@@ -354,12 +408,13 @@ PyObject* session_respond(PyObject* self, PyObject* args) {
   unsigned long long id;
   PyObject *body, *parts = nullptr, *given = nullptr;
   int is_checked = 0;
-  return method(
+  return link_method(
       self, args, "O&S|OpO",
-      [&](Session& session) {
+      [&](Link& link) {
         auto sent = attachments(parts);
+        Cookie kept = cookie(given);
         return PyBool_FromLong(
-            session.respond(id, bytes(body), std::move(sent), is_checked != 0, cookie(given)));
+            use(link).session().respond(id, bytes(body), std::move(sent), is_checked != 0, std::move(kept)));
       },
       to_number, &id, &body, &parts, &is_checked, &given);
 }
@@ -399,13 +454,14 @@ PyObject* session_detach(PyObject* self, PyObject* args) {
 
 PyObject* session_take_output(PyObject* self, PyObject* args) {
   Py_ssize_t small_bytes = 256 * 1024;
-  return method(
+  return link_method(
       self, args, "|n",
-      [&](Session& session) {
-        Output output = session.take_output(static_cast<size_t>(small_bytes));
+      [&](Link& link) {
+        Output output = use(link).session().take_output(static_cast<size_t>(small_bytes));
         Ref joined(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(output.size)));
         if (!joined) {
-          session.detach();  // without these bytes, what follows would make no sense to the other peer
+          // Without these bytes, what follows would make no sense to the other peer.
+          use(link).session().detach();
           throw Raised();
         }
         char* to;
@@ -452,8 +508,8 @@ PyObject* session_receive(PyObject* self, PyObject* args) {
 
 PyObject* session_tick(PyObject* self, PyObject* args) {
   double now;
-  return method(
-      self, args, "d", [&](Session& session) { return session.tick(now), none(); }, &now);
+  return link_method(
+      self, args, "d", [&](Link& link) { return link.tick(now), none(); }, &now);
 }
 
 PyObject* session_close(PyObject* self, PyObject* args) {
@@ -475,8 +531,8 @@ PyObject* session_end(PyObject* self, PyObject* args) {
 }
 
 PyObject* session_open_calls(PyObject* self, PyObject* args) {
-  return method(self, args, "", [&](Session& session) {
-    std::vector<Cookie> cookies = session.open_calls();
+  return link_method(self, args, "", [&](Link& link) {
+    std::vector<Cookie> cookies = use(link).session().open_calls();
     Ref list(checked(PyList_New(static_cast<Py_ssize_t>(cookies.size()))));
     for (size_t i = 0; i < cookies.size(); i++)
       check(PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), to_object(cookies[i])));
@@ -484,19 +540,85 @@ PyObject* session_open_calls(PyObject* self, PyObject* args) {
   });
 }
 
+// -- the socket of a session
+
+PyObject* session_connect(PyObject* self, PyObject* args) {
+  int descriptor, is_accepted;
+  PyObject* owner;
+  unsigned long long max_shared_bytes = 0;
+  return link_method(
+      self, args, "ipO|O&",
+      [&](Link& link) {
+        auto socket = std::make_shared<Socket>(descriptor, is_accepted != 0);
+        Cookie kept = cookie(owner);
+        without_gil([&] { return link.connect(socket, std::move(kept), max_shared_bytes), 0; });
+        return PyLong_FromUnsignedLongLong(socket->number);
+      },
+      &descriptor, &is_accepted, &owner, to_number, &max_shared_bytes);
+}
+
+PyObject* session_disconnect(PyObject* self, PyObject* args) {
+  return link_method(self, args, "", [&](Link& link) { return link.disconnect(), none(); });
+}
+
+// Small output takes no longer to write than the interpreter's lock takes to be given up.
+PyObject* session_flush(PyObject* self, PyObject* args) {
+  int is_large = 1;
+  return link_method(
+      self, args, "|p",
+      [&](Link& link) {
+        return PyBool_FromLong(is_large ? without_gil([&] { return link.flush(); }) : link.flush());
+      },
+      &is_large);
+}
+
+PyObject* session_flush_soon(PyObject* self, PyObject* args) {
+  int is_large = 1;
+  return link_method(
+      self, args, "|p",
+      [&](Link& link) {
+        return PyBool_FromLong(is_large ? without_gil([&] { return link.flush(); }) : link.flush_soon());
+      },
+      &is_large);
+}
+
+PyObject* session_wait(PyObject* self, PyObject* args) {
+  unsigned long long handle;
+  double seconds;
+  return link_method(
+      self, args, "O&d",
+      [&](Link& link) {
+        return PyLong_FromLong(without_gil([&] { return static_cast<long>(link.wait(handle, monotonic_now() + seconds)); }));
+      },
+      to_number, &handle, &seconds);
+}
+
+PyObject* session_read_in_background(PyObject* self, PyObject* args) {
+  int more;
+  return link_method(
+      self, args, "i", [&](Link& link) { return link.read_in_background(more), none(); }, &more);
+}
+
 PyObject* session_take_events(PyObject* self, PyObject* args) {
-  return method(self, args, "", [&](Session& session) {
-    std::vector<Event> events = session.take_events();
-    Ref list(checked(PyList_New(static_cast<Py_ssize_t>(events.size()))));
-    for (size_t i = 0; i < events.size(); i++)
-      check(PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), to_event(events[i])));
-    return list.release();
-  });
+  unsigned long long handle = 0;
+  unsigned long long most_requests = SIZE_MAX;
+  return link_method(
+      self, args, "|O&O&",
+      [&](Link& link) {
+        std::vector<Event> events;
+        locked(link).unlock();  // the next line waits for no longer than it takes to run
+        if (link.take_events(handle, most_requests, events)) EventLoop::instance().put_back(link.shared_from_this());
+        Ref list(checked(PyList_New(static_cast<Py_ssize_t>(events.size()))));
+        for (size_t i = 0; i < events.size(); i++)
+          check(PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), to_event(events[i])));
+        return list.release();
+      },
+      to_number, &handle, to_number, &most_requests);
 }
 
 PyObject* session_statistics(PyObject* self, PyObject* args) {
-  return method(self, args, "", [&](Session& session) {
-    Session::Statistics s = session.statistics();
+  return link_method(self, args, "", [&](Link& link) {
+    Session::Statistics s = use(link).session().statistics();
     return checked(Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "sent_bytes", s.sent_bytes,
                                  "received_bytes", s.received_bytes, "calls", s.calls, "inbound_calls",
                                  s.inbound_calls, "kept_back", s.kept_back, "repeated_requests", s.repeated_requests,
@@ -510,14 +632,13 @@ void session_deallocate(PyObject* self) {
   deallocate<PySession>(self);
 }
 
-Session& session_of(PyObject* self) { return *reinterpret_cast<PySession*>(self)->value; }
+template <bool (Session::*what)() const>
+PyObject* session_property(PyObject* self, void*) {
+  return guarded(protocol_error, [&] { return PyBool_FromLong((use(link_of(self)).session().*what)()); });
+}
 
-PyObject* session_attached(PyObject* self, void*) { return PyBool_FromLong(session_of(self).is_attached()); }
-PyObject* session_has_output(PyObject* self, void*) { return PyBool_FromLong(session_of(self).has_output()); }
-PyObject* session_ended(PyObject* self, void*) { return PyBool_FromLong(session_of(self).has_ended()); }
-PyObject* session_all_delivered(PyObject* self, void*) { return PyBool_FromLong(session_of(self).all_delivered()); }
 PyObject* session_next_tick(PyObject* self, void*) {
-  return guarded(protocol_error, [&] { return to_time(session_of(self).next_tick()); });
+  return guarded(protocol_error, [&] { return to_time(use(link_of(self)).session().next_tick()); });
 }
 
 PyMethodDef session_methods[] = {
@@ -538,14 +659,20 @@ PyMethodDef session_methods[] = {
     {"end", session_end, METH_VARARGS, "Ends the session."},
     {"open_calls", session_open_calls, METH_VARARGS, "The cookies of the calls whose response is awaited."},
     {"take_events", session_take_events, METH_VARARGS, "What happened since the last time."},
+    {"connect", session_connect, METH_VARARGS, "Continues over a connected socket; returns its number."},
+    {"disconnect", session_disconnect, METH_VARARGS, "Closes the socket."},
+    {"flush", session_flush, METH_VARARGS, "Writes to the socket; returns whether there are events."},
+    {"flush_soon", session_flush_soon, METH_VARARGS, "As flush, but responses that are made together leave together."},
+    {"wait", session_wait, METH_VARARGS, "Waits for events, and reads the socket meanwhile."},
+    {"read_in_background", session_read_in_background, METH_VARARGS, "Has the event loop read the socket."},
     {"statistics", session_statistics, METH_VARARGS, "Counters, by name."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyGetSetDef session_properties[] = {
-    {"attached", session_attached, nullptr, "Whether there is a connection.", nullptr},
-    {"has_output", session_has_output, nullptr, "Whether there is something to write.", nullptr},
-    {"ended", session_ended, nullptr, "Whether the session has ended.", nullptr},
-    {"all_delivered", session_all_delivered, nullptr, "Whether all responses with attachments are acknowledged.", nullptr},
+    {"attached", session_property<&Session::is_attached>, nullptr, "Whether there is a connection.", nullptr},
+    {"has_output", session_property<&Session::has_output>, nullptr, "Whether there is something to write.", nullptr},
+    {"ended", session_property<&Session::has_ended>, nullptr, "Whether the session has ended.", nullptr},
+    {"all_delivered", session_property<&Session::all_delivered>, nullptr, "Whether all responses with attachments are acknowledged.", nullptr},
     {"next_tick", session_next_tick, nullptr, "When `tick` has something to do; None: not as it is.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
@@ -565,10 +692,48 @@ PyType_Spec session_spec = {"gradwire.transport.native.Session", sizeof(PySessio
 PyObject* trim(PyObject*, PyObject* args) {
   double seconds;
   if (!PyArg_ParseTuple(args, "d", &seconds)) return nullptr;
-  return PyBool_FromLong(trim_pool(seconds));
+  bool has_more = trim_pool(seconds);
+  has_more |= without_gil([&] { return EventLoop::instance().trim(seconds); });
+  return PyBool_FromLong(has_more);
+}
+
+// -- the event loop
+
+PyObject* next_work(PyObject*, PyObject*) {
+  return guarded(protocol_error, [&]() -> PyObject* {
+    ReleaseUnused at_the_end;
+    while (true) {
+      EventLoop::Work work = without_gil([] { return EventLoop::instance().next(); });
+      Cookie owner = work.link ? work.link->owner() : nullptr;
+      if (work.link && !owner) continue;  // it was disconnected meanwhile
+      Ref object(to_object(owner));
+      return checked(Py_BuildValue("OO", object.get(), work.needs_thread ? Py_True : Py_False));
+    }
+  });
+}
+
+PyObject* has_sockets(PyObject*, PyObject*) { return PyBool_FromLong(EventLoop::instance().has_sockets()); }
+
+PyObject* needs_thread(PyObject*, PyObject*) { return PyBool_FromLong(EventLoop::instance().needs_thread()); }
+
+PyObject* about_to_block(PyObject*, PyObject*) {
+  EventLoop::instance().about_to_block();
+  return none();
+}
+
+PyObject* after_fork(PyObject*, PyObject*) {
+  EventLoop::after_fork();
+  forget_pool();
+  the_unused = new Unused();
+  return none();
 }
 
 PyMethodDef functions[] = {
+    {"next_work", next_work, METH_NOARGS, "Waits for a session with events that no caller reads."},
+    {"has_sockets", has_sockets, METH_NOARGS, "Whether any session has a socket."},
+    {"needs_thread", needs_thread, METH_NOARGS, "Whether one more thread should call next_work."},
+    {"about_to_block", about_to_block, METH_NOARGS, "The calling thread is about to wait."},
+    {"after_fork", after_fork, METH_NOARGS, "Forgets the event loop of the parent process."},
     {"trim_pool", trim, METH_VARARGS, "Gives memory back that was not used again for some seconds."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -592,6 +757,11 @@ void add_session(PyObject* module) {
   check(PyModule_AddFunctions(module, functions));
   check(PyModule_AddIntConstant(module, "MOST_ATTACHMENTS", MOST_ATTACHMENTS));
   for (const auto& [name, kind] : KINDS) check(PyModule_AddIntConstant(module, name, static_cast<long>(kind)));
+  constexpr std::pair<const char*, Link::Waited> WAITED[] = {{"EVENTS", Link::Waited::events},
+                                                             {"SETTLED", Link::Waited::settled},
+                                                             {"UNREAD", Link::Waited::unread},
+                                                             {"INTERRUPTED", Link::Waited::interrupted}};
+  for (const auto& [name, waited] : WAITED) check(PyModule_AddIntConstant(module, name, static_cast<long>(waited)));
 }
 
 }  // namespace gradwire::python

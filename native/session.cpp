@@ -21,8 +21,6 @@ constexpr size_t MOST_ACKNOWLEDGEMENTS = 32;
 // Smaller pieces of a chunk are not worth a read of their own.
 constexpr size_t SMALLEST_PLACE = 4096;
 constexpr Seconds SHORTEST_PAUSE = 0.01, LONGEST_PAUSE = 5;
-// How long a request without a deadline is sent again and again.
-constexpr Seconds PATIENCE = 120;
 // A deadline that passes while the request is written: to the other peer, 0 would mean none.
 constexpr Seconds SHORTEST_TIMEOUT = 1e-3;
 
@@ -85,8 +83,11 @@ struct Session::Content {
 struct Session::Transfer {
   Key key;
   std::shared_ptr<Content> content;
-  uint64_t left = 0;
+  uint64_t left = content->total;
   size_t attachment = 0, offset = 0;  // what comes next
+  SharedMemory::Lease lease;          // of the segment that the attachment is copied into
+
+  Transfer(Key key, std::shared_ptr<Content> content) : key(key), content(std::move(content)) {}
 };
 
 // Frames that wait to be written.
@@ -246,7 +247,7 @@ bool Session::retry_later(Seconds now, OutboundCall& call, std::string_view erro
   // were refused together are not sent again together.
   Seconds at = now + std::clamp(refusal.retry_after, SHORTEST_PAUSE, LONGEST_PAUSE) * (0.5 + random());
   if (call.refused_since == NEVER) call.refused_since = now;
-  if (at >= (call.deadline < NEVER ? call.deadline : call.refused_since + PATIENCE)) return false;
+  if (at >= (call.deadline < NEVER ? call.deadline : call.refused_since + settings_.patience)) return false;
   stop_sending({false, call.id}, call.content.get(), call.packet.lock());
   calls_by_id_.erase(call.id);
   call.id = 0;
@@ -419,10 +420,11 @@ void Session::give_back_quota(InboundCall& call) {
 
 // -- the connection
 
-void Session::attach(Seconds now) {
+void Session::attach(Seconds now, std::shared_ptr<SharedMemory> shared) {
   if (ended_) return;
   if (attached_) detach();
   attached_ = true;
+  shared_ = std::move(shared);
   std::vector<OutboundCall*> calls;
   calls.reserve(calls_by_id_.size());
   for (auto& [_, call] : calls_by_id_) calls.push_back(call);
@@ -462,6 +464,7 @@ void Session::detach() {
   acknowledge_now_ = false;
   partial_.clear();
   chunk_left_ = 0;
+  shared_.reset();
   for (auto& [_, call] : inbound_) {
     call->packet.reset();
     if (call->state == InboundCall::State::arriving) {
@@ -489,7 +492,7 @@ std::shared_ptr<Session::Packet> Session::put_message(Key key, const std::shared
   auto packet = std::make_shared<Packet>();
   packet->bytes = std::move(frame);
   if (!content->is_copied())
-    packet->transfer = std::make_unique<Transfer>(Transfer{.key = key, .content = content, .left = content->total});
+    packet->transfer = std::make_unique<Transfer>(key, content);
   waiting_.push_back(packet);
   return packet;
 }
@@ -508,23 +511,31 @@ void Session::stop_sending(Key key, const Content* content, const std::shared_pt
   std::erase_if(unconfirmed_, [&](const auto& entry) { return entry.second.key == key; });
 }
 
+void Session::add_packet(Output& output, std::shared_ptr<Packet> packet) {
+  output.pieces.push_back({data_of(packet->bytes), packet->bytes.size()});
+  output.size += packet->bytes.size();
+  output.owners.push_back(std::move(packet));
+}
+
+void Session::add_frames(Output& output, std::string bytes) {
+  auto packet = std::make_shared<Packet>();
+  packet->bytes = std::move(bytes);
+  add_packet(output, std::move(packet));
+}
+
 bool Session::has_output() const {
-  return attached_ && (!waiting_.empty() || !transfers_.empty() || acknowledge_now_);
+  return attached_ && (!waiting_.empty() || !transfers_.empty() || acknowledge_now_ ||
+                       (shared_ && shared_->has_urgent_news()));
 }
 
 Output Session::take_output(size_t small_bytes) {
   Output output;
   if (!has_output()) return output;
-  auto add = [&](std::shared_ptr<Packet> packet) {
-    output.pieces.push_back({data_of(packet->bytes), packet->bytes.size()});
-    output.size += packet->bytes.size();
-    output.owners.push_back(std::move(packet));
-  };
   if (!to_acknowledge_.empty()) {
-    auto packet = std::make_shared<Packet>();
-    write_acknowledge(packet->bytes, to_acknowledge_);
+    std::string frame;
+    write_acknowledge(frame, to_acknowledge_);
     to_acknowledge_.clear();
-    add(std::move(packet));
+    add_frames(output, std::move(frame));
   }
   acknowledge_now_ = false;
   while (!waiting_.empty() && (output.size < small_bytes || output.pieces.empty())) {
@@ -533,57 +544,119 @@ Output Session::take_output(size_t small_bytes) {
     if (packet->dropped) continue;
     packet->taken = true;
     if (packet->transfer) transfers_.push_back(std::move(*packet->transfer)), packet->transfer.reset();
-    add(std::move(packet));
+    add_packet(output, std::move(packet));
   }
-  if (!transfers_.empty()) add_chunk(output);
+  if (shared_) add_news_of_segments(output);
+  if (!transfers_.empty()) add_attachments(output);
   statistics_.sent_bytes += output.size;
   return output;
 }
 
-// Adds the next chunk of the message whose turn it is.
-void Session::add_chunk(Output& output) {
+void Session::add_news_of_segments(Output& output) {
+  auto returned = shared_->take_returned();
+  auto freed = shared_->take_freed();
+  if (returned.empty() && freed.empty()) return;
+  std::string frames;
+  if (!returned.empty()) write_returned(frames, returned);
+  if (!freed.empty()) write_freed(frames, freed);
+  add_frames(output, std::move(frames));
+}
+
+// Adds a part of the attachments of the message whose turn it is.
+void Session::add_attachments(Output& output) {
   Transfer transfer = std::move(transfers_.front());
   transfers_.pop_front();
+  if (!transfer.lease && transfer.offset == 0) {
+    const Attachment& attachment = transfer.content->attachments[transfer.attachment];
+    if (goes_through_segment(attachment)) transfer.lease = shared_->take(attachment.size);
+  }
+  if (transfer.lease) add_copy(output, std::move(transfer));
+  else add_chunk(output, std::move(transfer));
+}
+
+bool Session::goes_through_segment(const Attachment& attachment) const {
+  return shared_ && attachment.size >= settings_.smallest_shared_bytes;
+}
+
+void Session::add_chunk(Output& output, Transfer transfer) {
   const Content& content = *transfer.content;
   size_t size = std::min<uint64_t>(settings_.chunk_bytes, transfer.left);
-  bool is_last = size == transfer.left;
-  auto packet = std::make_shared<Packet>();
-  write_chunk_head(packet->bytes, transfer.key.second, transfer.key.first, size);
-
   std::vector<Output::Piece> pieces;
-  for (size_t left = size; left > 0;) {
+  size_t added = 0;
+  while (added < size) {
     const Attachment& attachment = content.attachments[transfer.attachment];
-    size_t piece = std::min(left, attachment.size - transfer.offset);
+    if (added && transfer.offset == 0 && goes_through_segment(attachment)) break;
+    size_t piece = std::min(size - added, attachment.size - transfer.offset);
     if (piece) pieces.push_back({attachment.data + transfer.offset, piece});
-    left -= piece;
+    added += piece;
     transfer.offset += piece;
     if (transfer.offset == attachment.size) transfer.attachment++, transfer.offset = 0;
   }
-  transfer.left -= size;
+  transfer.left -= added;
+  bool is_last = transfer.left == 0;
+  std::string head;
+  write_chunk_head(head, transfer.key.second, transfer.key.first, added);
 
   if (is_last && content.checked) {
     // Copied first and checked then: nothing that is modified later can be in it.
-    for (const Output::Piece& piece : pieces)
-      packet->bytes.append(reinterpret_cast<const char*>(piece.data), piece.size);
-    auto [is_response, id] = transfer.key;
-    Event& event = emit(Event::Kind::check, ++last_check_);
-    event.flag = is_response;
-    event.cookie = is_response ? content.cookie : call_by_id(id)->cookie;
-    unconfirmed_.emplace(last_check_, Unconfirmed{transfer.key, std::move(packet->bytes)});
+    for (const Output::Piece& piece : pieces) head.append(reinterpret_cast<const char*>(piece.data), piece.size);
+    check(std::move(transfer), std::move(head));
     return;
   }
-  output.pieces.push_back({data_of(packet->bytes), packet->bytes.size()});
+  add_frames(output, std::move(head));
   output.pieces.insert(output.pieces.end(), pieces.begin(), pieces.end());
-  output.size += packet->bytes.size() + size;
-  output.owners.push_back(std::move(packet));
+  output.size += added;
   output.owners.push_back(transfer.content);
   if (!is_last) transfers_.push_back(std::move(transfer));
+}
+
+// Copies the next bytes of an attachment into its segment, or, if it has been copied, announces that.
+void Session::add_copy(Output& output, Transfer transfer) {
+  const std::shared_ptr<Segment>& segment = transfer.lease.segment();
+  const Attachment& attachment = transfer.content->attachments[transfer.attachment];
+  if (transfer.offset < attachment.size) {
+    if (transfer.offset == 0 && segment->descriptor() >= 0) {
+      std::string frame;
+      write_new_segment(frame, {segment->id, segment->size});
+      add_frames(output, std::move(frame));
+      output.pieces.back().announced = segment.get();
+    }
+    size_t size = std::min(settings_.chunk_bytes, attachment.size - transfer.offset);
+    output.size += size;  // counted as if it were written
+    output.copies.push_back({segment->data() + transfer.offset, attachment.data + transfer.offset, size});
+    output.owners.push_back(transfer.content);
+    output.owners.push_back(segment);
+    transfer.offset += size;
+    transfers_.push_back(std::move(transfer));
+    return;
+  }
+  std::string frame;
+  write_placed(frame, {transfer.key.second, transfer.key.first, segment->id, attachment.size});
+  transfer.left -= attachment.size;
+  if (transfer.left == 0 && transfer.content->checked) {
+    check(std::move(transfer), std::move(frame));
+    return;
+  }
+  transfer.lease.hand_over();
+  add_frames(output, std::move(frame));
+  transfer.attachment++, transfer.offset = 0;
+  if (transfer.left) transfers_.push_back(std::move(transfer));
+}
+
+// The last frame of a message waits until its attachments have been checked.
+void Session::check(Transfer transfer, std::string last_frame) {
+  auto [is_response, id] = transfer.key;
+  Event& event = emit(Event::Kind::check, ++last_check_);
+  event.flag = is_response;
+  event.cookie = is_response ? transfer.content->cookie : call_by_id(id)->cookie;
+  unconfirmed_.emplace(last_check_, Unconfirmed{transfer.key, std::move(last_frame), std::move(transfer.lease)});
 }
 
 void Session::confirm(uint64_t check) {
   auto it = unconfirmed_.find(check);
   if (it == unconfirmed_.end()) return;
-  put(std::move(it->second.chunk));
+  if (it->second.lease) it->second.lease.hand_over();
+  put(std::move(it->second.last_frame));
   unconfirmed_.erase(it);
 }
 
@@ -835,14 +908,49 @@ void Session::advance_chunk(Seconds now, size_t size) {
   Arriving* message = arriving(chunk_of_);
   if (!message) return;
   message->filled += size;
-  message->left -= size;
-  if (message->left) {
-    prepare_block(now);
-    return;
-  }
-  uint64_t id = chunk_of_.second;
-  if (!chunk_of_.first) request_arrived(*inbound(id));
+  if (took_bytes(now, chunk_of_, *message, size)) prepare_block(now);
+}
+
+// Returns whether more are to come.
+bool Session::took_bytes(Seconds now, Key key, Arriving& message, uint64_t size) {
+  message.left -= size;
+  if (message.left) return true;
+  uint64_t id = key.second;
+  if (!key.first) request_arrived(*inbound(id));
   else response_arrived(now, *call_by_id(id));
+  return false;
+}
+
+SharedMemory& Session::shared() const {
+  if (!shared_) throw ProtocolError("a frame about shared memory, where there is none");
+  return *shared_;
+}
+
+void Session::on(Seconds, const NewSegment& segment) { shared().map(segment.id, segment.size); }
+
+void Session::on(Seconds now, const Placed& placed) {
+  Block block = shared().use(placed.segment, placed.size);
+  Key key{placed.of_response, placed.message};
+  Arriving* message = arriving(key);
+  if (!message) return;  // it is repeated, refused or cancelled
+  if (!message->blocks.empty() && message->filled < message->blocks.back().size())
+    throw ProtocolError("an attachment begins before the one before it is complete");
+  auto& blocks = message->blocks;
+  while (blocks.size() < message->sizes.size() && message->sizes[blocks.size()] == 0) blocks.emplace_back();
+  if (blocks.size() == message->sizes.size() || message->sizes[blocks.size()] != placed.size)
+    throw ProtocolError("an attachment of another size than the message announced");
+  message->filled = block.size();
+  blocks.push_back(std::move(block));
+  statistics_.received_bytes += placed.size;
+  took_bytes(now, key, *message, placed.size);
+}
+
+void Session::on(Seconds, const Returned& returned) {
+  for (uint64_t id : returned.segments) shared().give_back(id);
+}
+
+void Session::on(Seconds, const Freed& freed) {
+  for (uint64_t id : freed.segments) shared().unmap(id);
 }
 
 void Session::on(Seconds, const Cancel& cancel) {
@@ -935,6 +1043,11 @@ void Session::end() {
   timers_ = {};
   inbound_.clear();
   calls_in_window_ = bytes_in_window_ = 0;
+}
+
+bool Session::is_open(CallHandle handle) const {
+  auto it = calls_.find(handle);
+  return it != calls_.end() && !it->second->withdrawn;
 }
 
 std::vector<Cookie> Session::open_calls() const {

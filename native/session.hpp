@@ -32,6 +32,7 @@
 
 #include "frames.hpp"
 #include "memory.hpp"
+#include "shared_memory.hpp"
 
 namespace gradwire {
 
@@ -52,6 +53,8 @@ struct Settings {
   uint64_t max_window_bytes = uint64_t{4} << 30;   // of large requests of this peer without a response
   uint64_t max_inbound_calls = 1 << 20;            // without an acknowledgement
   size_t chunk_bytes = 256 * 1024;                 // of attachments between other frames
+  size_t smallest_shared_bytes = 128 * 1024;       // of attachments that go through shared memory, if there is any
+  Seconds patience = 120;                          // how long a refused request without a deadline is sent again
   uint64_t seed = 0;                               // of the pauses before a refused request is sent again
   std::string refusal;    // the Error for requests that exceed the quota
   std::string cancelled;  // the Error for requests that were cancelled
@@ -91,6 +94,10 @@ struct Event {
     acknowledged,  // the requester has the response, or does not want it; id: of the request
     check,      // all of an outbound message but its last bytes has been sent; id: for `confirm` or `reject`
     goodbye,    // the peer ended the session, and `end` is to follow; body: the Error if there was one
+    // Only of a Link with a socket.
+    timer,         // `next_tick` is earlier than it was
+    disconnected,  // the socket was closed; id: its number; body: why
+    broken,        // the peer broke the protocol, and `close` is to follow; id: the number of the socket; body: how
   } kind;
   uint64_t id = 0;
   uint32_t method = 0;
@@ -106,8 +113,16 @@ struct Output {
   struct Piece {
     const uint8_t* data;
     size_t size;
+    Segment* announced = nullptr;  // its descriptor goes with the first byte of the piece
+  };
+  // Into shared memory, before anything is written.
+  struct Copy {
+    uint8_t* to;
+    const uint8_t* from;
+    size_t size;
   };
   std::vector<Piece> pieces;
+  std::vector<Copy> copies;
   std::vector<std::shared_ptr<const void>> owners;
   size_t size = 0;
 };
@@ -152,8 +167,9 @@ class Session {
 
   // -- the connection
 
-  // A new connection: all that the other peer may not have got is sent again.
-  void attach(Seconds now);
+  // A new connection: all that the other peer may not have got is sent again. Large attachments go through shared
+  // memory, if that is given.
+  void attach(Seconds now, std::shared_ptr<SharedMemory> shared = nullptr);
   // The connection was cut.
   void detach();
   bool is_attached() const { return attached_; }
@@ -183,10 +199,13 @@ class Session {
   void close(const Goodbye& goodbye);
   // Ends the session. All calls are forgotten: see `open_calls`.
   void end();
+  // Whether there is no outcome yet, and the call was not withdrawn.
+  bool is_open(CallHandle handle) const;
   // The cookies of the calls whose response is awaited.
   std::vector<Cookie> open_calls() const;
   bool has_ended() const { return ended_; }
 
+  bool has_events() const { return !events_.empty(); }
   std::vector<Event> take_events();
 
   struct Statistics {
@@ -241,7 +260,14 @@ class Session {
   void put(std::string bytes);
   std::shared_ptr<Packet> put_message(Key key, const std::shared_ptr<Content>& content, std::string frame);
   void stop_sending(Key key, const Content* content, const std::shared_ptr<Packet>& packet);
-  void add_chunk(Output& output);
+  void add_packet(Output& output, std::shared_ptr<Packet> packet);
+  void add_frames(Output& output, std::string bytes);
+  void add_attachments(Output& output);
+  void add_chunk(Output& output, Transfer transfer);
+  void add_copy(Output& output, Transfer transfer);
+  bool goes_through_segment(const Attachment& attachment) const;
+  void check(Transfer transfer, std::string last_frame);
+  void add_news_of_segments(Output& output);
 
   // input
   size_t read(Seconds now, Bytes bytes);
@@ -252,11 +278,17 @@ class Session {
   void on(Seconds now, const Cancel& cancel);
   void on(Seconds now, const Acknowledge& acknowledge);
   void on(Seconds now, const Goodbye& goodbye);
+  void on(Seconds now, const NewSegment& segment);
+  void on(Seconds now, const Placed& placed);
+  void on(Seconds now, const Returned& returned);
+  void on(Seconds now, const Freed& freed);
+  SharedMemory& shared() const;
   uint64_t check_size(std::string_view body, const std::vector<uint64_t>& attachments) const;
   Arriving* arriving(Key key) const;
   void begin_chunk(Seconds now, Key key, uint64_t size);
   void take_chunk_bytes(Seconds now, Bytes bytes);
   void advance_chunk(Seconds now, size_t size);
+  bool took_bytes(Seconds now, Key key, Arriving& message, uint64_t size);
   void prepare_block(Seconds now);
   void request_arrived(InboundCall& call);
   void response_arrived(Seconds now, OutboundCall& call);
@@ -269,6 +301,7 @@ class Session {
   Settings settings_;
   std::shared_ptr<Budget> budget_;
   bool attached_ = false, ended_ = false;
+  std::shared_ptr<SharedMemory> shared_;
   bool heard_goodbye_ = false;
   std::vector<Event> events_;
   uint64_t random_state_;
@@ -297,7 +330,8 @@ class Session {
   std::deque<Transfer> transfers_;
   struct Unconfirmed {
     Key key;
-    std::string chunk;  // the last one
+    std::string last_frame;
+    SharedMemory::Lease lease;  // of the segment that the frame announces
   };
   std::map<uint64_t, Unconfirmed> unconfirmed_;  // messages that are being checked
   uint64_t last_check_ = 0;

@@ -20,9 +20,8 @@ CARRIER_VARIABLE = "GRADWIRE_BENCHMARK_CARRIER"
 CONNECT_OPTIONS: dict[Carrier, dict[str, Any]] = {
     Carrier.SAME_HOST: {},
     Carrier.TCP: {"same_host": False},
-    # The same as the line above for as long as gradwire has no socket of its own over the network. The option
-    # of `gw.connect` that refuses that socket goes here then: {"same_host": False, "direct": False}.
-    Carrier.GRPC: {"same_host": False},
+    # What a link with TLS uses.
+    Carrier.GRPC: {"same_host": False, "direct": False},
 }
 
 

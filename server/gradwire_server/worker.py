@@ -27,7 +27,7 @@ from gradwire.proto.v1 import link_pb2
 from gradwire.system.callbacks import call_each
 from gradwire.system.threads import DaemonThreads
 from gradwire.torch_internals import load_symbolic_shapes
-from gradwire.transport import LinkSettings, MemoryBudget
+from gradwire.transport import Budget, LinkSettings
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.errors import BindFailed, NothingExposed, StateError
 from gradwire_server.objects.internal_functions import add_internal_functions
@@ -35,6 +35,7 @@ from gradwire_server.objects.registry import Registry
 from gradwire_server.objects.store import ObjectOptions, ObjectStore
 from gradwire_server.serving.acceptor import SessionAcceptor
 from gradwire_server.serving.binding import bind as bind_address
+from gradwire_server.serving.binding import direct_address
 from gradwire_server.serving.call_executor import CallExecutor
 from gradwire_server.serving.limits import HoldLimits
 from gradwire_server.serving.scheduler import CallScheduler, QueueLimits
@@ -109,6 +110,8 @@ class Worker:
         health: bool = True,
         reflection: bool = True,
         same_host: bool = True,
+        direct: bool = True,
+        direct_bind: str | None = None,
         max_shared_bytes: int = LinkSettings.max_shared_bytes,
         state_dir: str | os.PathLike[str] | None = None,
         save_every: float | None = None,
@@ -116,6 +119,7 @@ class Worker:
         if not served:
             raise NothingExposed("there is nothing to serve: name a module, a function or a class")
         self._binds = (bind,) if isinstance(bind, str) else tuple(bind)
+        self._direct_bind = direct_bind
         self._grace = grace
         self._registry = Registry(served)
         self._settings = LinkSettings(
@@ -125,6 +129,7 @@ class Worker:
             max_tensor_elements=max_tensor_elements,
             max_bytes_in_flight=min(max_bytes_in_flight_per_client, max_bytes_in_flight),
             same_host=same_host,
+            direct=direct,
             max_shared_bytes=max_shared_bytes,
         )
         self._peer = LocalPeer(name)
@@ -162,7 +167,7 @@ class Worker:
             self._peer.dispatch,
             self._settings,
             self._peer.add_link,
-            MemoryBudget(max_bytes_in_flight),
+            Budget(max_bytes_in_flight),
         )
         self._max_unary_bytes = max_unary_bytes
         self._health = health
@@ -233,6 +238,7 @@ class Worker:
             self._peer.close()
             raise
         self._server = server
+        self._acceptor.direct_address = self._direct_bind or direct_address(self.addresses)
         self._servicer.open()
         self._attach_store(self._peer)
         self._serve_callbacks()

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from gradwire.errors import GradwireError
-from gradwire.transport import InProcessLink, Link, LinkSettings, PeerIdentity, ServerCall, new_grpc_link
+from gradwire.transport import GrpcLink, InProcessLink, Link, LinkSettings, PeerIdentity, ServerCall
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.serving.acceptor import SessionAcceptor
 
 __all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Peer", "opened"]
 
-KINDS = ("in-process", "grpc", "same-host", "native")
+KINDS = ("in-process", "grpc", "unix", "tcp")
 SECONDS = 20.0
 """Longer than anything here takes: an event that has not happened by then never will."""
 
@@ -99,9 +99,9 @@ def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
             left.close()
             right.close()
         return
-    settings = replace(settings, same_host=kind == "same-host", protocol=2 if kind == "native" else 1)
+    settings = replace(settings, same_host=kind == "unix", direct=kind == "tcp")
     with serving(there, settings) as (acceptor, address):
-        link = new_grpc_link(address, here.identity, here.handle, settings)
+        link = GrpcLink(address, here.identity, here.handle, settings)
         link.connect()
         try:
             (right_end,) = acceptor.sessions
@@ -121,6 +121,7 @@ def serving(
 ) -> Iterator[tuple[SessionAcceptor, str]]:
     """A gRPC server with an acceptor and nothing else."""
     acceptor = SessionAcceptor(peer.identity, peer.handle, settings)
+    acceptor.direct_address = "127.0.0.1:0"
     pool = ThreadPoolExecutor(50, thread_name_prefix="gradwire-test")
     server = grpc.server(pool, options=server_options(settings))
     handler = grpc.stream_stream_rpc_method_handler(

@@ -15,24 +15,17 @@ from tests.conformance.test_links import PING, Held, arrived_bytes, attachments_
 from gradwire import errors
 from gradwire.transport import (
     GrpcLink,
-    Link,
+    GrpcStream,
     LinkSettings,
-    NativeGrpcLink,
-    NativeSession,
     ServerCall,
-    new_grpc_link,
+    SocketStream,
 )
 
 
-@pytest.fixture(params=["grpc", "same-host", "native"])
+@pytest.fixture(params=["grpc", "unix", "tcp"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     with opened(request.param) as ends:
         yield ends
-
-
-@pytest.fixture(params=[1, 2])
-def protocol(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -42,17 +35,13 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def streams_of(link: Link) -> object:
-    return link._stream if isinstance(link, NativeSession) else link._streams  # type: ignore[attr-defined]
-
-
 def cut(ends: Ends) -> None:
     """Cuts the streams, once there are some, and returns when the right end has noticed."""
-    assert isinstance(ends.left, (GrpcLink, NativeGrpcLink))
+    assert isinstance(ends.left, GrpcLink)
     eventually(lambda: ends.right.connected)
-    before = streams_of(ends.right)
+    before = ends.right._stream  # type: ignore[attr-defined]
     give_up_at = time.monotonic() + SECONDS
-    while streams_of(ends.right) is before:
+    while ends.right._stream is before:  # type: ignore[attr-defined]
         ends.left._cut()  # repeated, since new streams may just be opening
         assert time.monotonic() < give_up_at
         time.sleep(0.001)
@@ -177,11 +166,51 @@ def test_a_request_cancelled_during_a_cut_is_cancelled_at_the_other_peer(ends: E
         server_call.respond(b"")
 
 
-def test_a_deadline_runs_on_during_a_cut(protocol: int) -> None:
-    settings = LinkSettings(protocol=protocol, connect_timeout=SECONDS, lost_after=SECONDS)
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_socket_that_dies_alone_costs_only_time(kind: str) -> None:
+    with opened(kind) as ends:
+        content = bytes(range(256)) * (64 << 12)
+        for number in range(5):
+            eventually(lambda: ends.left.connected and ends.right.connected)
+            future = ends.left.send_request(PING, str(number).encode(), [Memory(content)])
+            kill_socket(ends)
+            assert attachments_of(future) == [content]
+        assert ends.there.received == [b"0", b"1", b"2", b"3", b"4"]
+        if kind == "tcp":
+            # The direct socket broke while gRPC did not: the session stays on gRPC for a while.
+            assert isinstance(ends.left._stream, GrpcStream)  # type: ignore[attr-defined]
+
+
+def test_a_direct_socket_that_is_blocked_is_left_for_grpc() -> None:
+    with opened("tcp") as ends:
+        assert body_of(ends.left.send_request(PING, b"direct")) == b"direct"
+        assert isinstance(ends.left._stream, SocketStream)  # type: ignore[attr-defined]
+        assert ends.acceptor is not None
+        ends.acceptor._listeners["direct"].close()  # type: ignore[union-attr]
+        ends.left._avoids_direct_until = 1e300  # type: ignore[attr-defined]
+        cut(ends)
+        assert body_of(ends.left.send_request(PING, b"over gRPC")) == b"over gRPC"
+        ends.left._avoids_direct_until = 0.0  # type: ignore[attr-defined]
+        cut(ends)
+        assert body_of(ends.left.send_request(PING, b"still")) == b"still"
+        assert isinstance(ends.left._stream, GrpcStream)  # type: ignore[attr-defined]
+        assert ends.left._avoids_direct_until > 0  # type: ignore[attr-defined]
+
+
+def kill_socket(ends: Ends) -> None:
+    """Ends the socket of the session, if it has one, and nothing else."""
+    link = ends.left
+    stream = link._stream  # type: ignore[attr-defined]
+    if isinstance(stream, SocketStream):
+        link._native.disconnect()  # type: ignore[attr-defined]
+        stream.on_cut(stream, "the socket was cut by a test")
+
+
+def test_a_deadline_runs_on_during_a_cut() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
     peer = Peer("there")
     with serving(peer, settings) as (_, address), Proxy(address) as proxy:
-        link = new_grpc_link(proxy.address, Peer("here").identity, peer.handle, settings)
+        link = GrpcLink(proxy.address, Peer("here").identity, peer.handle, settings)
         link.connect()
         proxy.open = False
         proxy.cut()
@@ -190,24 +219,23 @@ def test_a_deadline_runs_on_during_a_cut(protocol: int) -> None:
         link.close()
 
 
-def test_the_network_comes_back(protocol: int) -> None:
-    settings = LinkSettings(protocol=protocol, connect_timeout=SECONDS, lost_after=SECONDS)
+def test_the_network_comes_back() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
     here, there = Peer("here"), Peer("there")
     with serving(there, settings) as (_, address), Proxy(address) as proxy:
-        link = new_grpc_link(proxy.address, here.identity, here.handle, settings)
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
         proxy.open = False
         proxy.cut()
         future = link.send_request(PING, b"patience", [Memory(bytes(200_000))])
         proxy.open = True
         assert attachments_of(future) == [bytes(200_000)]
-        assert proxy.connections >= (4 if protocol == 1 else 2)
+        assert proxy.connections >= 2
         link.close()
 
 
-def test_requests_held_back_by_the_window_that_fail_free_their_share(protocol: int) -> None:
+def test_requests_held_back_by_the_window_that_fail_free_their_share() -> None:
     settings = LinkSettings(
-        protocol=protocol,
         connect_timeout=SECONDS,
         lost_after=SECONDS,
         wait_for_ready=False,
@@ -215,7 +243,7 @@ def test_requests_held_back_by_the_window_that_fail_free_their_share(protocol: i
     )
     here, there = Peer("here"), Peer("there", Held())
     with serving(there, settings) as (_, address), Proxy(address) as proxy:
-        link = new_grpc_link(proxy.address, here.identity, here.handle, settings)
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
         first = link.send_request(PING, b"first", [Memory(bytes(200_000))])
         there.wait_for_requests()
@@ -237,12 +265,12 @@ def test_requests_held_back_by_the_window_that_fail_free_their_share(protocol: i
         link.close()
 
 
-def test_an_unreachable_peer_is_lost_at_both_ends(protocol: int) -> None:
-    settings = LinkSettings(protocol=protocol, connect_timeout=SECONDS, lost_after=0.4, lease=0.4)
+def test_an_unreachable_peer_is_lost_at_both_ends() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=0.4, lease=0.4)
     here, there = Peer("here"), Peer("there", Held())
     here.respond = Held()
     with serving(there, settings) as (acceptor, address), Proxy(address) as proxy:
-        link = new_grpc_link(proxy.address, here.identity, here.handle, settings)
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
         (other,) = acceptor.sessions
         mine, theirs = link.send_request(PING, b""), other.send_request(PING, b"")
@@ -259,11 +287,11 @@ def test_an_unreachable_peer_is_lost_at_both_ends(protocol: int) -> None:
         link.close()
 
 
-def test_a_client_that_returns_after_its_lease_is_told_so(protocol: int) -> None:
-    settings = LinkSettings(protocol=protocol, connect_timeout=SECONDS, lost_after=SECONDS, lease=0.05)
+def test_a_client_that_returns_after_its_lease_is_told_so() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS, lease=0.05)
     here, there = Peer("here"), Peer("there")
     with serving(there, settings) as (acceptor, address), Proxy(address) as proxy:
-        link = new_grpc_link(proxy.address, here.identity, here.handle, settings)
+        link = GrpcLink(proxy.address, here.identity, here.handle, settings)
         link.connect()
         (other,) = acceptor.sessions
         forgotten = threading.Event()
@@ -280,12 +308,12 @@ def test_a_client_that_returns_after_its_lease_is_told_so(protocol: int) -> None
         link.close()
 
 
-def test_a_restarted_worker_is_another_peer(protocol: int) -> None:
-    settings = LinkSettings(protocol=protocol, connect_timeout=SECONDS, lost_after=SECONDS)
+def test_a_restarted_worker_is_another_peer() -> None:
+    settings = LinkSettings(connect_timeout=SECONDS, lost_after=SECONDS)
     here, first, second = Peer("here"), Peer("there"), Peer("there")
     with serving(first, settings) as (_, address), serving(second, settings) as (acceptor, other_address):
         with Proxy(address) as proxy:
-            link = new_grpc_link(proxy.address, here.identity, here.handle, settings)
+            link = GrpcLink(proxy.address, here.identity, here.handle, settings)
             link.connect()
             host, _, port = other_address.rpartition(":")
             proxy._target = (host, int(port))

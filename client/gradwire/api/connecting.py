@@ -24,6 +24,7 @@ def connect(
     lost_after: float = ...,
     wait_for_ready: bool = ...,
     same_host: bool = ...,
+    direct: bool = ...,
     max_tensor_elements: int = ...,
     device_map: Mapping[Device, Device] | None = ...,
     compress: Compression | None = ...,
@@ -38,6 +39,7 @@ def connect(
     lost_after: float = ...,
     wait_for_ready: bool = ...,
     same_host: bool = ...,
+    direct: bool = ...,
     max_tensor_elements: int = ...,
     device_map: Mapping[Device, Device] | None = ...,
     compress: Compression | None = ...,
@@ -51,6 +53,7 @@ def connect(
     lost_after: float = LinkSettings.lost_after,
     wait_for_ready: bool = True,
     same_host: bool = True,
+    direct: bool = True,
     max_tensor_elements: int = LinkSettings.max_tensor_elements,
     device_map: Mapping[Device, Device] | None = None,
     compress: Compression | None = None,
@@ -66,8 +69,9 @@ def connect(
     connection is opened again in the background all the same.
 
     A worker on the same host is reached through a local socket, and large tensors cross in shared memory, if
-    both processes belong to the same user and nothing such as a proxy lies between them.
-    ``same_host=False`` uses the network instead.
+    both processes belong to the same user and nothing such as a proxy lies between them. ``same_host=False``
+    uses the network instead. A worker on another host is reached through a TCP socket beside its gRPC port,
+    if that can be reached and no proxy lies between; ``direct=False`` leaves everything to gRPC.
 
     `max_tensor_elements` bounds the elements of a result whose bytes were not all sent, such as an expanded
     tensor: a larger one raises `ResourceExhausted` here. The worker has the same setting for arguments.
@@ -84,6 +88,7 @@ def connect(
         lost_after=lost_after,
         wait_for_ready=wait_for_ready,
         same_host=same_host,
+        direct=direct,
         max_tensor_elements=max_tensor_elements,
     )
     devices = NO_MAP if device_map is None else DeviceMap(device_map)

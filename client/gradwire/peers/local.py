@@ -22,7 +22,7 @@ from gradwire.runtime.scope import Scope, deadline, entered
 from gradwire.system.randomness import new_id
 from gradwire.system.threads import DaemonThreads, computing
 from gradwire.torch_internals import check_engine
-from gradwire.transport import Handler, Link, LinkSettings, PeerIdentity, ServerCall, faults, new_grpc_link
+from gradwire.transport import GrpcLink, Handler, Link, LinkSettings, PeerIdentity, ServerCall, faults
 
 __all__ = ["LocalPeer"]
 
@@ -183,7 +183,7 @@ class LocalPeer:
     def _connect(self, target: str, settings: LinkSettings, reconnect: Reconnect | None) -> Link:
         if self._closed:
             raise errors.LinkClosed(f"{self.identity.name} has been shut down")
-        link = new_grpc_link(target, self.identity, self.dispatch, settings)
+        link = GrpcLink(target, self.identity, self.dispatch, settings)
         if reconnect is None or not settings.wait_for_ready:
             link.connect(deadline())
         else:

@@ -3,7 +3,7 @@
 `Link` is the seam; `GrpcLink` and `InProcessLink` are its implementations.
 """
 
-from gradwire.transport import faults, frames
+from gradwire.transport import direct, faults, frames, handshake, same_host
 from gradwire.transport.base import (
     Buffer,
     Handler,
@@ -16,43 +16,34 @@ from gradwire.transport.base import (
     ServerCall,
     Traffic,
 )
-from gradwire.transport.event_loop import EventLoop
-from gradwire.transport.grpc_link import PROTOCOLS, GrpcLink, NativeGrpcLink, new_grpc_link
+from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
+from gradwire.transport.handshake import SocketListener
 from gradwire.transport.in_process import InProcessLink
-from gradwire.transport.local_streams import LocalStreams
-from gradwire.transport.memory_budget import MemoryBudget
-from gradwire.transport.native_session import Budget, NativeSession, NativeStream
-from gradwire.transport.same_host import LocalListener, accept_handshake
-from gradwire.transport.session import Session
-from gradwire.transport.streams import StreamPair, Streams
+from gradwire.transport.session import Budget, Session
+from gradwire.transport.streams import GrpcStream, SocketStream
 
 __all__ = [
-    "PROTOCOLS",
+    "PROTOCOL",
     "Budget",
     "Buffer",
-    "EventLoop",
     "GrpcLink",
+    "GrpcStream",
     "Handler",
     "InProcessLink",
     "Link",
     "LinkSettings",
-    "LocalListener",
-    "LocalStreams",
-    "MemoryBudget",
-    "NativeGrpcLink",
-    "NativeSession",
-    "NativeStream",
     "Payload",
     "PeerIdentity",
     "ResponseFuture",
     "Sendable",
     "ServerCall",
     "Session",
-    "StreamPair",
-    "Streams",
+    "SocketListener",
+    "SocketStream",
     "Traffic",
-    "accept_handshake",
+    "direct",
     "faults",
     "frames",
-    "new_grpc_link",
+    "handshake",
+    "same_host",
 ]

@@ -9,7 +9,6 @@ tensors.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from gradwire.system.callbacks import call_each, call_elsewhere
 from gradwire.wire import Limits, supported_codecs
 
 __all__ = [
-    "LARGE_BYTES",
     "Buffer",
     "Handler",
     "Link",
@@ -38,7 +36,6 @@ __all__ = [
     "Sendable",
     "ServerCall",
     "Traffic",
-    "counted_size",
 ]
 
 Buffer = npt.NDArray[np.uint8]
@@ -47,17 +44,9 @@ Buffer = npt.NDArray[np.uint8]
 
 log = logging.getLogger("gradwire.link")
 
-LARGE_BYTES = 64 * 1024
-"""Bodies of this size are treated like attachments: they count as bytes in flight, and such a response is
-acknowledged at once, because its sender keeps it until then."""
 _CANCELLED = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
 _SETTLED = (*_CANCELLED, "FINISHED")
 """The states of a `concurrent.futures.Future` that has an outcome."""
-
-
-def counted_size(body: bytes) -> int:
-    """How many bytes a body counts as bytes in flight: none, if the body is small."""
-    return len(body) if len(body) >= LARGE_BYTES else 0
 
 
 class Sendable(Protocol):
@@ -90,8 +79,6 @@ class PeerIdentity:
 class LinkSettings:
     """The behaviour of a link. All times are in seconds."""
 
-    protocol: int = field(default_factory=lambda: int(os.environ.get("GRADWIRE_PROTOCOL", "1")))
-    """The protocol that a connecting peer speaks: 1, or 2, which is not complete. Workers speak both."""
     connect_timeout: float = 10.0
     """How long the first connection may take, retries included."""
     lost_after: float = 10.0
@@ -112,21 +99,17 @@ class LinkSettings:
     """The largest message body, attachments not included, that this peer accepts."""
     same_host: bool = True
     """Whether to bypass the network between two processes of one host."""
+    direct: bool = True
+    """Whether to bypass gRPC between two hosts, over a TCP socket."""
     max_shared_bytes: int = 4 << 30
     """How much shared memory this process may allocate for attachments to peers on the same host, over all
     links together. Attachments beyond this limit go over the socket."""
-    chunk_bytes: int = 1 << 20
-    """How many bytes of an attachment go into one frame."""
+    chunk_bytes: int = 256 * 1024
+    """How many bytes of an attachment go into one frame. Other frames may go between two of them."""
     hello_timeout: float = 10.0
     """How long a new stream may stay silent before it is closed."""
     codecs: tuple[tensor_pb2.Codec, ...] = field(default_factory=supported_codecs)
     """The codecs that this peer tells the other peer that it can decode."""
-
-    @property
-    def max_frame_bytes(self) -> int:
-        """The largest frame: a body, and what may accompany it, which is transfer ids
-        and small coalesced frames."""
-        return self.max_body_bytes + (2 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +147,8 @@ class ResponseFuture(Future[Any]):
     is_nested = False
     """Whether this request was sent while serving another request. The window never holds such a request
     back: the bytes in flight that it would wait for may be those of the outer request."""
+    handle = 0
+    """Set by the link: its name for the request."""
     abandon: Callable[[], None] | None = None
     """Set by the link: tells the other peer that the response is no longer awaited."""
     on_discarded: Callable[[Payload], object] | None = None

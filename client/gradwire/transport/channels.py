@@ -37,12 +37,10 @@ def _common(settings: LinkSettings) -> Options:
     ]
 
 
-def client_options(settings: LinkSettings, role: str) -> Options:
+def client_options(settings: LinkSettings) -> Options:
     return [
         *_common(settings),
-        # Channels with equal options would share a connection, and large
-        # transfers would delay small messages.
-        ("gradwire.role", role),
+        # Channels with equal options would share a connection.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),

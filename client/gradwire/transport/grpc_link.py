@@ -1,11 +1,12 @@
-"""The connecting end of a link over gRPC.
+"""The connecting end of a link.
 
-A supervising thread opens the streams, and opens new ones after a cut, until the worker has been
-unreachable for too long or was restarted. Other threads read the streams: a received request may run code
-that waits for this very link, and the supervising thread must stay free to reconnect.
+A supervising thread opens a gRPC stream, and opens a new one after a cut, until the worker has been
+unreachable for too long or was restarted. It never runs user code: a request that another thread received may
+wait for this very link, which this thread has to connect again.
 
-`GrpcLink` opens two streams, one for bulk data. If the worker is on the same host, a local socket replaces
-the second stream and carries all frames. `NativeGrpcLink`, which is to replace it, needs one stream.
+The session goes over a socket instead if the worker offers one that can be reached: a unix socket if both
+processes are on one host, else a direct TCP socket. The stream stays open meanwhile: its pings tell when the
+worker has stopped.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import logging
 import socket
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,54 +34,49 @@ from gradwire.errors import (
 from gradwire.proto.v1 import link_pb2
 from gradwire.system.randomness import between, new_id
 from gradwire.system.timers import Timer, call_later
-from gradwire.transport import faults, frames
-from gradwire.transport.base import Handler, Link, LinkSettings, PeerIdentity
+from gradwire.transport import direct, faults, frames, same_host
+from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
 from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
-from gradwire.transport.local_streams import LocalStreams
-from gradwire.transport.native_session import NativeSession, NativeStream
-from gradwire.transport.outbox import Outbox
-from gradwire.transport.same_host import client_handshake
 from gradwire.transport.session import Session
-from gradwire.transport.streams import StreamPair, Streams
+from gradwire.transport.streams import GrpcStream, SocketStream
 
-__all__ = ["PROTOCOLS", "GrpcLink", "NativeGrpcLink", "new_grpc_link"]
+__all__ = ["PROTOCOL", "GrpcLink"]
 
 log = logging.getLogger("gradwire.link")
 
-PROTOCOLS = (1, 2)
-"""The versions of the protocol that this code speaks: of `GrpcLink`, and of `NativeGrpcLink`."""
+PROTOCOL = 2
+"""The version of the protocol that this code speaks."""
 
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
 _HANDSHAKE_SECONDS = 5.0
 _GOODBYE_SECONDS = 2.0
 _DRAIN_SECONDS = 0.5
+_AVOID_DIRECT_SECONDS = 60.0
+"""How long a direct socket is not tried again after it could not be had, or was cut while gRPC was not."""
 
 
 class _Broken(Exception):
     """The streams ended; connecting may be tried again."""
 
 
-class _Connector(Link):
-    """Connects a session to a worker that listens. Call `connect` before anything else."""
+class GrpcLink(Session):
+    """A session with a worker that listens. Call `connect` before anything else."""
 
-    PROTOCOL: int
-    target: str
-    settings: LinkSettings
-    peer_max_message_bytes: int
-
-    def _prepare(self, target: str) -> None:
+    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
+        super().__init__(local, PeerIdentity(0, target, ""), handler, settings)
         self.target = target
         self._session_id = new_id()
-        self._connect_timeout = self.settings.connect_timeout
-        self._wait_for_ready = self.settings.wait_for_ready
+        self._connect_timeout = settings.connect_timeout
+        self._wait_for_ready = settings.wait_for_ready
         """Whether connecting is tried again until the timeout."""
         self._was_welcomed = False
-        self._calls: tuple[Any, ...] = ()
-        """The gRPC calls of the streams that are open or being opened."""
+        self._call: Any = None
+        """The gRPC call of the stream that is open or being opened."""
         self._is_attached = False
-        """Whether the session is attached to the streams."""
+        """Whether the session is attached to the stream, or to a socket."""
         self._break_reason = ""
-        """Why the first of the streams broke; empty while all are open."""
+        """Why the stream or the socket broke; empty while both are open."""
+        self._avoids_direct_until = 0.0
         self._connected = threading.Event()
         self._ending = threading.Event()
         self._goodbye_timer: Timer | None = None
@@ -89,25 +84,13 @@ class _Connector(Link):
             target=self._supervise, name=f"gradwire-link-{target}", daemon=True
         )
 
-    # -- what the two kinds of links do in their own way
+    def close(self, *, leaving: bool = False) -> None:
+        super().close(leaving=leaving)
+        self._join_supervisor()
 
-    CHANNELS: tuple[str, ...]
-    """A name for each channel that a link needs."""
-
-    @abstractmethod
-    def limit_bytes_in_flight(self, max_bytes: int) -> None: ...
-
-    @abstractmethod
-    def _new_streams(self) -> Any: ...
-
-    @abstractmethod
-    def _run_session(
-        self, channels: list[grpc.Channel], streams: Any, attempt: int, give_up_at: float
-    ) -> None:
-        """Opens the streams, and runs the session over them until they end."""
-
-    @abstractmethod
-    def detach(self, streams: Any) -> bool: ...
+    def abort(self, error: GradwireError) -> None:
+        super().abort(error)
+        self._cut()
 
     def connect(
         self,
@@ -149,8 +132,8 @@ class _Connector(Link):
             self._cut()
 
     def _cut(self) -> None:
-        for call in self._calls:
-            call.cancel()
+        if self._call is not None:
+            self._call.cancel()
 
     def _join_supervisor(self) -> None:
         if self._supervisor.is_alive() and threading.current_thread() is not self._supervisor:
@@ -160,9 +143,8 @@ class _Connector(Link):
 
     def _supervise(self) -> None:
         try:
-            with ExitStack() as stack:
-                channels = [stack.enter_context(self._channel(role)) for role in self.CHANNELS]
-                self._reconnect_until_ended(channels)
+            with grpc.insecure_channel(self.target, options=client_options(self.settings)) as channel:
+                self._reconnect_until_ended(channel)
         except Exception as error:
             log.exception("the link to %s failed", self.peer)
             self.abort(InternalError(f"the link to {self.peer} failed: {error!r}"))
@@ -170,23 +152,23 @@ class _Connector(Link):
             if self._goodbye_timer is not None:
                 self._goodbye_timer.cancel()
 
-    def _reconnect_until_ended(self, channels: list[grpc.Channel]) -> None:
+    def _reconnect_until_ended(self, channel: grpc.Channel) -> None:
         give_up_at = time.monotonic() + self._connect_timeout
         backoff, attempt = _FIRST_BACKOFF, 0
         while self.ended is None:
             attempt += 1
-            streams = self._new_streams()
+            stream = GrpcStream(self)
             reason = ""
             try:
-                self._run_session(channels, streams, attempt, give_up_at)
+                self._run_session(channel, stream, attempt, give_up_at)
             except _Broken as broken:
                 reason = str(broken)
             except GradwireError as error:
                 self.abort(error)
             finally:
                 self._cut()
-                streams.close(discard=True)
-            if self.detach(streams):
+                stream.close()
+            if self.detach(stream):
                 log.info("the connection to %s was cut: %s", self.peer, reason)
                 give_up_at = time.monotonic() + self.settings.lost_after
                 if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC has no code for this
@@ -202,14 +184,6 @@ class _Connector(Link):
             backoff = min(2 * backoff, _LAST_BACKOFF)
 
     @contextmanager
-    def _channel(self, role: str) -> Iterator[grpc.Channel]:
-        channel = grpc.insecure_channel(self.target, options=client_options(self.settings, role))
-        try:
-            yield channel
-        finally:
-            channel.close()
-
-    @contextmanager
     def _cut_if_silent(self, give_up_at: float) -> Iterator[float]:
         """Cancels the streams if they do not respond in time; yields how many seconds they have."""
         handshake_seconds = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
@@ -219,23 +193,19 @@ class _Connector(Link):
         finally:
             timer.cancel()
 
-    def _open(
-        self, channel: grpc.Channel, hello: link_pb2.Hello, outgoing: Outbox | NativeStream, attempt: int
-    ) -> Any:
+    def _open(self, channel: grpc.Channel, stream: GrpcStream, attempt: int) -> Any:
         """Opens a stream, which starts with Hello."""
-        hello.MergeFrom(self._hello(attempt))
-        outgoing.put(frames.envelope(link_pb2.Frame(hello=hello)))
+        stream.put(frames.envelope(link_pb2.Frame(hello=self._hello(attempt))))
         # Frames are encoded already, so gRPC gets no serializers.
         open_stream: Any = channel.stream_stream(LINK_METHOD)
-        call = open_stream(iter(outgoing))
-        self._calls = (*(call for call in self._calls if call.is_active()), call)
+        self._call = call = open_stream(iter(stream))
         if self.ended is not None:
             call.cancel()  # the thread that ended the link could not know of this call
         return call
 
     def _hello(self, attempt: int) -> link_pb2.Hello:
         return link_pb2.Hello(
-            protocol=self.PROTOCOL,
+            protocol=PROTOCOL,
             peer=self.local.id,
             name=self.local.name,
             session=self._session_id,
@@ -244,10 +214,12 @@ class _Connector(Link):
             max_message_bytes=self.settings.max_message_bytes,
             max_bytes_in_flight=self.settings.max_bytes_in_flight,
             codecs=self.settings.codecs,
+            same_host=self.settings.same_host,
+            direct=self.settings.direct and time.monotonic() >= self._avoids_direct_until,
         )
 
-    def _welcome(self, frame: link_pb2.Frame) -> link_pb2.SameHost | None:
-        """Checks the worker's response to Hello. Returns the local socket that it offers, if any."""
+    def _welcome(self, frame: link_pb2.Frame) -> link_pb2.Welcome:
+        """Checks the worker's response to Hello."""
         kind = frame.WhichOneof("kind")
         if kind == "goodbye":
             error = faults.rebuild(frame.goodbye.error)
@@ -257,9 +229,9 @@ class _Connector(Link):
         if kind != "welcome":
             raise ProtocolError(f"{self.target} responded to Hello with {kind}", worker=self.target)
         welcome = frame.welcome
-        if welcome.protocol != self.PROTOCOL:
+        if welcome.protocol != PROTOCOL:
             raise ProtocolError(
-                f"{self.target} speaks protocol {welcome.protocol}, this is {self.PROTOCOL}; "
+                f"{self.target} speaks protocol {welcome.protocol}, this is {PROTOCOL}; "
                 "use the same version of gradwire at both ends",
                 worker=self.target,
             )
@@ -274,7 +246,7 @@ class _Connector(Link):
         self.limit_bytes_in_flight(welcome.max_bytes_in_flight)
         self.peer_codecs = frozenset(welcome.codecs)
         self._was_welcomed = True
-        return welcome.same_host if welcome.HasField("same_host") else None
+        return welcome
 
     def _broken(self, error: grpc.RpcError, handshake_seconds: float) -> Exception:
         if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._was_welcomed:
@@ -296,170 +268,77 @@ class _Connector(Link):
             worker=str(self.peer),
         )
 
-
-class GrpcLink(Session, _Connector):
-    """A link over two gRPC streams, or over a local socket."""
-
-    PROTOCOL = 1
-    CHANNELS = ("control", "bulk")
-
-    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
-        Session.__init__(self, local, PeerIdentity(0, target, ""), handler, settings)
-        self._prepare(target)
-
-    def close(self, *, leaving: bool = False) -> None:
-        Session.close(self, leaving=leaving)
-        self._join_supervisor()
-
-    def abort(self, error: GradwireError) -> None:
-        Session.abort(self, error)
-        self._cut()
-
-    def _new_streams(self) -> StreamPair:
-        return StreamPair(self.settings, self.quota)
+    # -- the session
 
     def _run_session(
-        self, channels: list[grpc.Channel], streams: StreamPair, attempt: int, give_up_at: float
+        self, channel: grpc.Channel, stream: GrpcStream, attempt: int, give_up_at: float
     ) -> None:
-        control, bulk = channels
+        """Opens a stream, and runs the session over it, or over a socket that it leads to, until it ends."""
         handshake_seconds = 0.0
         try:
             with self._cut_if_silent(give_up_at) as handshake_seconds:
-                hello = link_pb2.Hello(role=link_pb2.Hello.ROLE_CONTROL, same_host=self.settings.same_host)
-                control_call = self._open(control, hello, streams.control, attempt)
-                offer = self._welcome(_first_frame(control_call))
-            connection = None
-            if offer is not None and self.settings.same_host:
-                # Half of the time that is left: if the socket does not respond, the rest is for the network.
-                connection = client_handshake(offer, self.target, (give_up_at - time.monotonic()) / 2)
-            if connection is None:
-                with self._cut_if_silent(give_up_at) as handshake_seconds:
-                    hello = link_pb2.Hello(role=link_pb2.Hello.ROLE_BULK, same_host=self.settings.same_host)
-                    bulk_call = self._open(bulk, hello, streams.bulk, attempt)
-                    if _first_frame(bulk_call).WhichOneof("kind") != "welcome":
-                        raise _Broken("the stream for bulk data was refused")
+                call = self._open(channel, stream, attempt)
+                welcome = self._welcome(_first_frame(call))
         except grpc.RpcError as error:
             raise self._broken(error, handshake_seconds) from error
-        if connection is None:
-            self._run_over_streams(control_call, bulk_call, streams, handshake_seconds)
-        else:
-            self._run_over_socket(control_call, connection, streams)
-
-    def _run_over_socket(self, control_call: Any, connection: socket.socket, parent: Streams) -> None:
-        local = LocalStreams(self.settings, self.quota, connection, parent)
-        # The control stream notices a stopped worker, since the worker no longer responds to its pings.
-        if not control_call.add_callback(partial(local.close, discard=True)):
-            local.close(discard=True)
-        self.attach(local)
-        self._is_attached = True
-        self._connected.set()
-        try:
-            local.run(self)
-        except OSError as error:
-            raise _Broken(f"the local socket cannot be read: {error}") from error
-        finally:
-            self._is_attached = False
-        if self._ended is None:
-            closed = "the worker closed the socket"
-            raise _Broken(closed if control_call.is_active() else _explain(control_call, 0.0))
-
-    def _run_over_streams(
-        self, control_call: Any, bulk_call: Any, streams: Streams, handshake_seconds: float
-    ) -> None:
+        connection = self._connect_socket(welcome, give_up_at)
         self._break_reason = ""
         over = threading.Event()
-        readers = []
-        self.attach(streams)
-        self._is_attached = True
-        for role, call in (("control", control_call), ("bulk", bulk_call)):
-            name = f"gradwire-{role}-{self.target}"
-            reader = threading.Thread(target=self._read, args=(call, streams), name=name, daemon=True)
-            readers.append((call, reader))
-            if not call.add_callback(over.set):
-                over.set()
-            reader.start()
-        self._connected.set()
-        try:
-            over.wait()  # gRPC calls back whatever way a stream ends
-            # The last frame of the ended stream may be a goodbye. Its reader handles
-            # it at once, unless it is stuck.
-            next(reader for call, reader in readers if not call.is_active()).join(_DRAIN_SECONDS)
-        finally:
-            self._is_attached = False
-            self._cut()
-            streams.close(discard=True)
-        if self._ended is None:
-            raise _Broken(self._break_reason or _explain(control_call, handshake_seconds))
-
-    def _read(self, call: Any, streams: Streams) -> None:
-        """Reads a stream to its end, on a thread of its own."""
-        reason = "the worker closed the stream"
-        try:
-            for data in call:
-                self.receive_or_refuse(data, streams)
-        except grpc.RpcError as error:
-            reason = _explain(error, 0.0)
-        # One stream is of no use without the other: the supervising thread opens both anew.
-        if self._ended is None and not streams.control.closed:
-            self._break_reason = self._break_reason or reason
-            self._cut()
-
-
-class NativeGrpcLink(NativeSession, _Connector):
-    """A link over one gRPC stream."""
-
-    PROTOCOL = 2
-    CHANNELS = ("link",)
-
-    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
-        NativeSession.__init__(self, local, PeerIdentity(0, target, ""), handler, settings)
-        self._prepare(target)
-
-    def close(self, *, leaving: bool = False) -> None:
-        NativeSession.close(self, leaving=leaving)
-        self._join_supervisor()
-
-    def abort(self, error: GradwireError) -> None:
-        NativeSession.abort(self, error)
-        self._cut()
-
-    def _new_streams(self) -> NativeStream:
-        return NativeStream(self)
-
-    def _run_session(
-        self, channels: list[grpc.Channel], stream: NativeStream, attempt: int, give_up_at: float
-    ) -> None:
-        handshake_seconds = 0.0
-        try:
-            with self._cut_if_silent(give_up_at) as handshake_seconds:
-                call = self._open(
-                    channels[0], link_pb2.Hello(role=link_pb2.Hello.ROLE_CONTROL), stream, attempt
-                )
-                self._welcome(_first_frame(call))
-        except grpc.RpcError as error:
-            raise self._broken(error, handshake_seconds) from error
-        self._break_reason = ""
-        over = threading.Event()
-        reader = threading.Thread(
-            target=self._read, args=(call, stream), name=f"gradwire-read-{self.target}", daemon=True
-        )
-        self.attach(stream)
-        self._is_attached = True
+        # gRPC calls back whatever way the stream ends. It ends, too, when the worker has stopped: its pings
+        # are not responded to.
         if not call.add_callback(over.set):
             over.set()
-        reader.start()
+        reader = None
+        if connection is None:
+            if welcome.HasField("same_host") or welcome.HasField("direct"):
+                stream.put(frames.NOTHING)  # "the session goes over this stream"
+                stream.wake()
+            name = f"gradwire-read-{self.target}"
+            reader = threading.Thread(target=self._read, args=(call, stream), name=name, daemon=True)
+            self.attach(stream)
+            reader.start()
+        else:
+            try:
+                self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
+            except OSError as error:
+                raise _Broken(f"there is no socket: {error}") from error
+        self._is_attached = True
         self._connected.set()
         try:
-            over.wait()  # gRPC calls back whatever way the stream ends
-            # The last frame may be a goodbye. The reader handles it at once, unless it is stuck.
-            reader.join(_DRAIN_SECONDS)
+            over.wait()
+            if reader is not None:
+                # The last frame may be a goodbye. The reader handles it at once, unless it is stuck.
+                reader.join(_DRAIN_SECONDS)
         finally:
             self._is_attached = False
             self._cut()
         if self._ended is None:
             raise _Broken(self._break_reason or _explain(call, handshake_seconds))
 
-    def _read(self, call: Any, stream: NativeStream) -> None:
+    def _connect_socket(self, welcome: link_pb2.Welcome, give_up_at: float) -> socket.socket | None:
+        """The socket that goes around gRPC, if there is one."""
+        connection = None
+        # Half of the time that is left: if the socket does not respond, the rest is for gRPC.
+        seconds = (give_up_at - time.monotonic()) / 2
+        if welcome.HasField("same_host"):
+            connection = same_host.connect(welcome.same_host, self.target, seconds)
+        if connection is None and welcome.HasField("direct"):
+            connection = direct.connect(welcome.direct, self.target, seconds, self.settings)
+            if connection is None:
+                self._avoid_direct()
+        return connection
+
+    def _avoid_direct(self) -> None:
+        """The direct socket cannot be had, or was cut: the next connections go over gRPC for a while."""
+        self._avoids_direct_until = time.monotonic() + _AVOID_DIRECT_SECONDS
+
+    def _on_socket_cut(self, over: threading.Event, stream: SocketStream, reason: str) -> None:
+        if not stream.is_local and self._call is not None and self._call.is_active():
+            self._avoid_direct()  # gRPC still reaches the worker
+        self._break_reason = reason
+        over.set()
+
+    def _read(self, call: Any, stream: GrpcStream) -> None:
         """Reads the stream to its end, on a thread of its own."""
         reason = "the worker closed the stream"
         try:
@@ -470,16 +349,6 @@ class NativeGrpcLink(NativeSession, _Connector):
         if self._ended is None and not stream.closed:
             self._break_reason = self._break_reason or reason
             self._cut()
-
-
-def new_grpc_link(
-    target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings
-) -> GrpcLink | NativeGrpcLink:
-    """A link of the kind that the settings ask for."""
-    for kind in (GrpcLink, NativeGrpcLink):
-        if settings.protocol == kind.PROTOCOL:
-            return kind(target, local, handler, settings)
-    raise ValueError(f"protocol {settings.protocol} is not spoken here, only {PROTOCOLS}")
 
 
 def _first_frame(call: Any) -> link_pb2.Frame:

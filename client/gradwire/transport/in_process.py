@@ -1,21 +1,19 @@
-"""A link between two peers of one process: the same session, without sockets."""
+"""A link between two peers of one process: two sessions over a pair of sockets."""
 
 from __future__ import annotations
 
-import threading
+import socket
 
 from gradwire.errors import WorkerLost
 from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
-from gradwire.transport.outbox import Outbox
 from gradwire.transport.session import Session
-from gradwire.transport.streams import Streams
+from gradwire.transport.streams import SocketStream
 
 __all__ = ["InProcessLink"]
 
 
 class InProcessLink(Session):
-    """One peer's end of the link; `pair` makes both. It uses the frames of the wire, delivered
-    by one thread per direction."""
+    """One peer's end of the link; `pair` makes both."""
 
     @classmethod
     def pair(
@@ -29,25 +27,11 @@ class InProcessLink(Session):
             cls(left[0], right[0], left[1], settings),
             cls(right[0], left[0], right[1], settings),
         )
-        outboxes = (Outbox(), Outbox())
-        streams = [
-            Streams(settings, end.quota, outbox, outbox) for end, outbox in zip(ends, outboxes, strict=True)
-        ]
-        for here, there in ((0, 1), (1, 0)):
-            ends[here].peer_codecs = frozenset(settings.codecs)
-            ends[here].attach(streams[here])
-            thread = threading.Thread(
-                target=_deliver,
-                args=(ends[there], outboxes[here], streams[there]),
-                name=f"gradwire-link-{ends[here].local.name}-{ends[there].local.name}",
-                daemon=True,
-            )
-            thread.start()
+        for end, connection in zip(ends, socket.socketpair(), strict=True):
+            end.peer_codecs = frozenset(settings.codecs)
+            end.attach(SocketStream(connection, end._on_cut, is_accepted=end is ends[1]))
         return ends
 
-
-def _deliver(there: InProcessLink, outbox: Outbox, streams: Streams) -> None:
-    # Ends when the sending peer closes its outbox, which both close() and abort() do.
-    for data in outbox:
-        there.receive_or_refuse(data, streams)
-    there.abort(WorkerLost(f"{there.peer} ended the link without a goodbye", worker=str(there.peer)))
+    def _on_cut(self, stream: SocketStream, reason: str) -> None:
+        self.abort(WorkerLost(f"{self.peer} ended the link without a goodbye", worker=str(self.peer)))
+        self.detach(stream)

@@ -36,8 +36,40 @@ ACKNOWLEDGED: int
 CHECK: int
 """All of a message but its last bytes has been sent. `id` is for `confirm`, which lets them go, and `reject`.
 """
+TIMER: int
+"""`next_tick` is earlier than it was."""
+DISCONNECTED: int
+"""The socket was closed. `id` is its number, `body` says why."""
+BROKEN: int
+"""The other peer broke the protocol: the session is to be closed. `body` says how."""
 GOODBYE: int
 """The other peer ended the session: `end` is to follow. `body` is the serialized link_pb2.Error, or empty."""
+
+EVENTS: int
+"""There is something to handle."""
+SETTLED: int
+"""There is no such call any more."""
+UNREAD: int
+"""It is not for this thread to read, or there is no socket."""
+INTERRUPTED: int
+"""By the time, or a signal."""
+
+def next_work() -> tuple[Any, bool]:
+    """Waits until a session has events that no caller handles. Returns what was given with `connect`, and
+    whether one more thread should call this. None instead of the former: there are threads enough, or no
+    sockets."""
+
+def has_sockets() -> bool:
+    """Whether there is a session with a socket in this process."""
+
+def needs_thread() -> bool:
+    """Whether there are sockets, and no thread waits for them in `next_work`."""
+
+def about_to_block() -> None:
+    """The calling thread, which handles what it got from `next_work`, is about to wait."""
+
+def after_fork() -> None:
+    """Forgets the event loop of the parent process."""
 
 def trim_pool(seconds: float, /) -> bool:
     """Gives back memory that attachments arrived in, if it was not used again for `seconds`. Returns whether
@@ -96,6 +128,7 @@ class Session:
         max_window_bytes: int = ...,
         max_inbound_calls: int = ...,
         chunk_bytes: int = ...,
+        patience: float = ...,
     ) -> Session:
         """`refusal`, `cancelled` and `no_memory` are the serialized errors that the other peer gets for
         requests that exceed the quota, were cancelled, or have attachments for which there is no memory."""
@@ -159,5 +192,24 @@ class Session:
     def ended(self) -> bool: ...
     @property
     def all_delivered(self) -> bool: ...
-    def take_events(self) -> list[Event]: ...
+    def take_events(self, handle: int = 0, most_requests: int = ..., /) -> list[Event]:
+        """What has happened, except outcomes of calls other than `handle` for which threads wait. What comes
+        after `most_requests` requests stays for `next_work`."""
+
+    # A socket that carries the session.
+    def connect(self, descriptor: int, is_accepted: bool, owner: object, max_shared_bytes: int = 0, /) -> int:
+        """Continues over a connected socket, which the session closes. `owner` is what `next_work` returns.
+        A unix socket may have so many bytes of shared memory beside it. Returns a number for the socket."""
+
+    def disconnect(self) -> None: ...
+    def flush(self, is_large: bool = True, /) -> bool:
+        """Writes to the socket, until it is full. Returns whether there are events."""
+
+    def flush_soon(self, is_large: bool = True, /) -> bool: ...
+    def wait(self, handle: int, seconds: float, /) -> int:
+        """Waits for events, for the outcome of the call at best, and reads the socket meanwhile."""
+
+    def read_in_background(self, more: int, /) -> None:
+        """`more` is 1 when somebody waits for a response without `wait`, and -1 when nobody does any more."""
+
     def statistics(self) -> dict[str, int]: ...

@@ -1,90 +1,102 @@
-"""The streams of a session: the outboxes that it writes to, and the messages that have partly arrived."""
+"""What carries a session: a gRPC stream, or a socket that goes around gRPC."""
 
 from __future__ import annotations
 
-from gradwire.errors import ProtocolError
-from gradwire.proto.v1 import link_pb2
-from gradwire.transport.base import LinkSettings, ResponseFuture, Traffic
-from gradwire.transport.memory_budget import Quota
-from gradwire.transport.outbox import Outbox, Outgoing
-from gradwire.transport.reassembly import CompleteMessage, Reassembler
+import socket
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
 
-__all__ = ["StreamPair", "Streams"]
+__all__ = ["GrpcStream", "SocketStream"]
 
 
-class Streams:
-    """The streams of one connection attempt: their outboxes, and the messages that have partly arrived."""
+class Source(Protocol):
+    """A session, as the stream that carries it sees it."""
 
-    inline_bytes = 512 * 1024
-    """Up to how many bytes of tensors should go into a message's body: see `Link.inline_bytes`."""
+    def take_output(self, stream: GrpcStream) -> bytes | None:
+        """What the stream is to write next; empty if there is nothing now, and None if nothing more comes."""
+
+
+class GrpcStream:
+    """What a session writes to a gRPC stream: an iterator over the writes.
+
+    It ends when it is closed, or when the session has ended and everything is written.
+    """
+
+    def __init__(self, session: Source) -> None:
+        self._session = session
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._first: list[bytes] = []
+        self.is_asleep = False
+        """Whether the writing thread waits for `wake`. The session's lock guards it."""
+        self.was_attached = False
+        """Whether the session has been attached to it. Until then only what was put is written."""
+        self.closed = False
+
+    def put(self, data: bytes) -> None:
+        """Adds something that is written before anything of the session."""
+        self._first.append(data)
+
+    def wake(self) -> None:
+        """There is something to write."""
+        self._wakes.put(None)
+
+    def close(self) -> None:
+        self.closed = True
+        self.wake()
+
+    def __iter__(self) -> GrpcStream:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._first:
+            return self._first.pop(0)
+        while not self.closed:
+            data = self._session.take_output(self)
+            if data:
+                return data
+            if data is None:
+                break
+            self._wakes.get()  # `close` wakes, too, and ending a stream always closes it
+        raise StopIteration
+
+
+class SocketStream:
+    """A connected socket that a session goes over. It is read and written in C++."""
+
+    number = 0
+    """Of the socket, once the session is attached to it."""
 
     def __init__(
         self,
-        settings: LinkSettings,
-        quota: Quota,
-        control: Outgoing,
-        bulk: Outgoing,
+        connection: socket.socket,
+        on_cut: Callable[[SocketStream, str], object],
         *,
-        orphan_timeout: float | None = None,
-        parent: Streams | None = None,
+        is_accepted: bool = False,
+        parent: GrpcStream | None = None,
     ) -> None:
-        self.control = control
-        self.bulk = bulk
-        self.reassembler = Reassembler(settings.max_message_bytes, quota, orphan_timeout)
+        """`on_cut` is called with this stream and the reason when the connection was cut."""
+        self._connection: socket.socket | None = connection
         self.parent = parent
-        """The gRPC streams that led to this local socket. They end together."""
-        self.received = 0
-        """How many bytes were received."""
-        self.has_unhandled_frames = False
-        """Whether further frames of the same envelope have yet to be handled."""
+        """The stream over which the socket was offered. Without it, the socket is of no use."""
+        self.on_cut = on_cut
+        self.is_local = connection.family == socket.AF_UNIX
+        """Whether both processes are on one host, so that shared memory can be used."""
+        self.is_accepted = is_accepted
+        """Whether the other peer has connected. Then no thread that waits for a response reads the socket."""
 
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(sum(outbox.written for outbox in {self.control, self.bulk}), self.received)
+    def take_descriptor(self) -> int:
+        """The descriptor, which the caller has to close from now on."""
+        assert self._connection is not None, "the session was attached to this socket before"
+        connection, self._connection = self._connection, None
+        connection.setblocking(False)
+        return connection.detach()
 
-    def take(self, frame: link_pb2.Frame, kind: str | None) -> CompleteMessage | None:
-        """Handles a kind of frame that only some streams know. Returns the
-        message that it completes, if any."""
-        raise ProtocolError(f"an unexpected frame: {kind or 'of an unknown kind'}")
+    def wake(self) -> None:
+        """There is something to write: `Session._flush` does so."""
 
-    def note_request_sent(self) -> None:
-        """Notes that a request was put into the outbox."""
-
-    def flush(self) -> None:
-        """Writes the frames that were put, if the streams have no thread that does so."""
-
-    def flush_response(self) -> None:
-        """Like `flush`, for a response. It may be written a little later, together with other responses."""
-        self.flush()
-
-    def may_run_inline(self) -> bool:
-        """Whether the thread that read a request may serve it."""
-        return False
-
-    def about_to_block(self) -> None:
-        """Called by a serving thread before it waits for another peer, so that
-        another thread takes over reading."""
-
-    def read_for(self, future: ResponseFuture) -> None:
-        """Reads until the response is there, if the streams are read by threads that wait."""
-
-    def read_in_background(self, future: ResponseFuture) -> None:
-        """Has another thread read until the response is there, if the streams
-        are read by threads that wait."""
-
-    def close(self, *, discard: bool = False) -> None:
-        self.control.close(discard=discard)
-        self.bulk.close(discard=discard)
-        self.reassembler.close()
-        if discard and self.parent is not None:
-            self.parent.close(discard=True)
-
-
-class StreamPair(Streams):
-    """A stream for small messages and one for bulk data, each with its own outbox."""
-
-    control: Outbox
-    bulk: Outbox
-
-    def __init__(self, settings: LinkSettings, quota: Quota) -> None:
-        super().__init__(settings, quota, Outbox(), Outbox(), orphan_timeout=settings.hello_timeout)
+    def close(self) -> None:
+        """Once it is attached, the session closes the socket."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

@@ -262,6 +262,16 @@ def serve(
     same_host: Annotated[
         bool, option("same-host", "Let clients on this host bypass the network with shared memory.")
     ] = True,
+    direct: Annotated[
+        bool, option("direct", "Let clients on other hosts bypass gRPC with a TCP socket.")
+    ] = True,
+    direct_bind: Annotated[
+        str | None,
+        option(
+            "direct-bind",
+            "Where to listen for these, as HOST:PORT. [default: any port, at the host of the first --bind]",
+        ),
+    ] = None,
     max_shared_bytes: Annotated[
         int,
         size_option(
@@ -369,6 +379,8 @@ def serve(
             health=health,
             reflection=reflection,
             same_host=same_host,
+            direct=direct,
+            direct_bind=direct_bind,
             max_shared_bytes=max_shared_bytes,
             state_dir=state_dir,
             save_every=save_every,

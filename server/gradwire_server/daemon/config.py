@@ -230,6 +230,8 @@ SETTINGS: Mapping[str, Callable[[object], object]] = {
     "health": _switch,
     "reflection": _switch,
     "same-host": _switch,
+    "direct": _switch,
+    "direct-bind": _text,
     "max-shared-bytes": byte_size,
     "tune-malloc": _switch,
     "state-dir": directory,

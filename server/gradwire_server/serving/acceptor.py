@@ -17,50 +17,47 @@ from gradwire.errors import GradwireError, ProtocolError, Unavailable, WorkerLos
 from gradwire.proto.v1 import link_pb2
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import (
-    PROTOCOLS,
+    PROTOCOL,
     Budget,
-    EventLoop,
+    GrpcStream,
     Handler,
     Link,
     LinkSettings,
-    LocalListener,
-    LocalStreams,
-    MemoryBudget,
-    NativeSession,
-    NativeStream,
     PeerIdentity,
     Session,
-    StreamPair,
-    accept_handshake,
+    SocketListener,
+    SocketStream,
+    direct,
     faults,
     frames,
+    handshake,
+    same_host,
 )
 
 __all__ = ["SessionAcceptor"]
 
 log = logging.getLogger("gradwire.server.links")
 
-Hello = link_pb2.Hello
+_OFFERS = {"same_host": same_host.offer, "direct": direct.offer}
 
 
 @dataclass(slots=True, eq=False)
 class _Accepted:
     key: tuple[int, int]
-    session: Session | NativeSession
-    streams: Any
-    """The streams of the latest attempt: a StreamPair of a Session, a NativeStream of a NativeSession."""
+    session: Session
+    stream: GrpcStream
+    """The stream of the latest attempt."""
     attempt: int
-    attached: Any = None
-    """The streams that the session is attached to in this attempt: the gRPC streams, or the
-    local socket that they led to. None until the client has chosen, by opening the bulk stream
-    or by connecting to the socket."""
+    is_attached: bool = False
+    """Whether the session is attached to the stream, or to a socket that it led to: not until the client has
+    chosen."""
     lease: Timer | None = None
     """The timer of the lease; runs while the client is disconnected."""
 
     @property
     def is_choosing(self) -> bool:
-        """Whether the client is connected, and has yet to choose between the network and the local socket."""
-        return self.attached is None and self.lease is None
+        """Whether the client is connected, and has yet to choose between the stream and a socket."""
+        return not self.is_attached and self.lease is None
 
 
 class SessionAcceptor:
@@ -75,10 +72,11 @@ class SessionAcceptor:
         handler: Handler,
         settings: LinkSettings,
         on_open: Callable[[Link], None] = lambda _: None,
-        budget: MemoryBudget | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        self._budget = budget or MemoryBudget()
-        self._native_budget = Budget(self._budget.max_bytes)
+        self._budget = budget or Budget(1 << 62)
+        self.direct_address: str | None = None
+        """Where to listen for direct sockets, as HOST:PORT; None: nowhere."""
         self._identity = identity
         self._handler = handler
         self._on_open = on_open
@@ -87,13 +85,11 @@ class SessionAcceptor:
         self._accepted: dict[tuple[int, int], _Accepted] = {}
         self._readers: set[threading.Thread] = set()
         self._closed = False
-        self._local_listener: LocalListener | None = None
-        """Opened for the first client that could use it."""
-        self._event_loop: EventLoop | None = None
-        """Reads the local connections; started with the first of them."""
+        self._listeners: dict[str, SocketListener | None] = {}
+        """Each opened for the first client that could use it; None if that failed."""
 
     @property
-    def sessions(self) -> list[Session | NativeSession]:
+    def sessions(self) -> list[Session]:
         with self._lock:
             return [accepted.session for accepted in self._accepted.values()]
 
@@ -113,8 +109,9 @@ class SessionAcceptor:
             if accepted.lease is not None:
                 accepted.lease.cancel()
             accepted.session.close(leaving=True)
-        if self._local_listener is not None:
-            self._local_listener.close()  # no other is opened from now on: new clients are refused
+        for listener in self._listeners.values():  # no other is opened from now on: new clients are refused
+            if listener is not None:
+                listener.close()
 
     def join(self, timeout: float) -> None:
         """Waits for the reading threads; they end with their streams."""
@@ -123,17 +120,14 @@ class SessionAcceptor:
             readers = list(self._readers)
         for reader in readers:
             reader.join(max(give_up_at - time.monotonic(), 0.0))
-        if self._event_loop is not None:
-            self._event_loop.close(max(give_up_at - time.monotonic(), 0.0))
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The gRPC method Link: yields the data to write, while another thread reads."""
         silence = call_later(self._settings.hello_timeout, context.cancel)
         try:
             hello = _read_hello(requests)
-            may_be_local = hello.same_host and hello.protocol == 1
-            local_listener = self._open_local_listener() if may_be_local else None
-            accepted, resumed = self._join(hello, context.peer(), has_choice=local_listener is not None)
+            listeners = self._listeners_for(hello)
+            accepted, resumed = self._join(hello, context.peer(), has_choice=bool(listeners))
         except GradwireError as error:
             log.warning("refused a stream from %s: %s", context.peer(), error)
             yield frames.goodbye(faults.describe(error, self._identity.name))
@@ -143,83 +137,66 @@ class SessionAcceptor:
         finally:
             silence.cancel()
         if accepted is None:
-            yield self._welcome(hello, resumed=False)
+            yield self._welcome(resumed=False)
             return
-        streams = accepted.streams
+        stream = accepted.stream
         # gRPC calls back whatever way the stream ends; this generator, which waits for data to write, would
-        # not notice. One stream is of no use without the other; the client opens both anew.
-        if not context.add_callback(partial(self._leave, accepted, streams)):
-            self._leave(accepted, streams)
+        # not notice.
+        if not context.add_callback(partial(self._leave, accepted, stream)):
+            self._leave(accepted, stream)
             return
         reader = threading.Thread(
             target=self._read,
-            args=(requests, accepted, streams),
+            args=(requests, accepted, stream),
             name=f"gradwire-read-{accepted.session.peer.name}",
             daemon=True,
         )
         with self._lock:
             self._readers.add(reader)
         reader.start()
-        if isinstance(streams, NativeStream):
-            yield self._welcome(hello, resumed)
-            yield from streams
-            return
-        if hello.role == Hello.ROLE_BULK:
-            yield self._welcome(hello, resumed)
-            yield from streams.bulk
-            return
-        if local_listener is None:
-            yield self._welcome(hello, resumed)
-            yield from streams.control
-            return
-        offer = local_listener.offer((accepted, streams), context.peer())
+        tokens = {kind: listener.new_token((accepted, stream)) for kind, listener in listeners.items()}
+        offers: dict[str, Any] = {
+            kind: _OFFERS[kind](listener, tokens[kind], context.peer())
+            for kind, listener in listeners.items()
+        }
         try:
-            yield self._welcome(hello, resumed, offer)
-            yield from streams.control
+            yield self._welcome(resumed=resumed, **offers)
+            yield from stream
         finally:
-            local_listener.forget(offer)
+            for kind, listener in listeners.items():
+                listener.forget(tokens[kind])
 
-    def _open_local_listener(self) -> LocalListener | None:
+    def _listeners_for(self, hello: link_pb2.Hello) -> dict[str, SocketListener]:
+        """Those whose sockets a client may be offered, by the name of the offer in Welcome."""
+        wanted: dict[str, Callable[[], SocketListener | None]] = {}
+        if hello.same_host and self._settings.same_host:
+            wanted["same_host"] = lambda: same_host.listen(self._on_handshake)
+        if hello.direct and self._settings.direct and self.direct_address is not None:
+            address = self.direct_address
+            wanted["direct"] = lambda: direct.listen(address, self._on_handshake)
         with self._lock:
-            if self._local_listener is None and self._settings.same_host and not self._closed:
-                self._local_listener = LocalListener.open(self._on_handshake)
-            return self._local_listener
-
-    def _open_event_loop(self) -> EventLoop:
-        with self._lock:
-            if self._event_loop is None:
-                self._event_loop = EventLoop()
-                if self._closed:
-                    self._event_loop.close()  # connections that come this late are not served
-            return self._event_loop
+            for kind, listen in wanted.items():
+                if kind not in self._listeners and not self._closed:
+                    self._listeners[kind] = listen()
+            found = {kind: self._listeners.get(kind) for kind in wanted}
+        return {kind: listener for kind, listener in found.items() if listener is not None}
 
     def _on_handshake(self, purpose: object, connection: socket.socket) -> None:
-        """Attaches the session of a client on this host to its local socket, and
-        reads the socket to its end."""
+        """Attaches the session of a client to the socket that it was offered."""
         assert isinstance(purpose, tuple)
         accepted, parent = purpose
-        event_loop = self._open_event_loop()
-        local = LocalStreams(self._settings, accepted.session.quota, connection, parent)
+        if connection.family != socket.AF_UNIX:
+            direct.prepare(connection, self._settings)
+        stream = SocketStream(
+            connection, lambda *_: self._leave(accepted, parent), is_accepted=True, parent=parent
+        )
         with self._lock:
-            if accepted.streams is not parent or not accepted.is_choosing or self._closed:
-                raise ConnectionAbortedError("the client has reconnected, or uses the network")
-            self._readers.add(threading.current_thread())
-            accepted.attached = local
-            accepted.session.attach(local)
-        try:
-            # Only after `attach`: earlier frames would go over the control stream,
-            # which the client no longer reads.
-            accept_handshake(connection)
-        except OSError:
-            local.close(discard=True)
-        try:
-            local.run(accepted.session, event_loop)
-        except GradwireError as error:
-            accepted.session.refuse(error)
-        finally:
-            self._leave(accepted, parent)
-            with self._lock:
-                self._readers.discard(threading.current_thread())
+            if accepted.stream is not parent or not accepted.is_choosing or self._closed:
+                raise ConnectionAbortedError("the client has reconnected, or uses the stream")
+            # Before the session writes to it.
+            handshake.accept(connection)
+            accepted.session.attach(stream)
+            accepted.is_attached = True
 
     def _join(
         self, hello: link_pb2.Hello, address: str, *, has_choice: bool
@@ -234,16 +211,6 @@ class SessionAcceptor:
             if self._closed:
                 raise Unavailable(f"{self._identity.name} is shutting down", worker=self._identity.name)
             accepted = self._accepted.get(key)
-            if accepted is not None and (hello.protocol == 1) != isinstance(accepted.session, Session):
-                raise ProtocolError("a session goes on with the protocol that it began with")
-            if hello.role == Hello.ROLE_BULK:
-                if accepted is None or accepted.attempt != hello.attempt:
-                    raise ProtocolError("a bulk stream for a session that is not open")
-                if accepted.is_choosing:
-                    self._attach_streams(accepted)
-                if accepted.attached is not accepted.streams:
-                    raise ProtocolError("a bulk stream for a session that uses a local socket")
-                return accepted, True
             if accepted is None and hello.resume:
                 return None, False  # the session is gone, and the client only needs to be told
             if accepted is not None and accepted.attempt >= hello.attempt:
@@ -254,43 +221,33 @@ class SessionAcceptor:
             else:
                 if accepted.lease is not None:
                     accepted.lease.cancel()
-                accepted.session.detach(accepted.streams)
-                accepted.streams = self._new_streams(accepted.session)
-                accepted.attempt, accepted.attached, accepted.lease = hello.attempt, None, None
+                accepted.session.detach(accepted.stream)
+                accepted.stream = GrpcStream(accepted.session)
+                accepted.attempt, accepted.is_attached, accepted.lease = hello.attempt, False, None
             if not has_choice:
-                self._attach_streams(accepted)
+                self._attach_stream(accepted)
         if not resumed:
             accepted.session.when_ended(lambda _: self._forget(accepted))
             self._on_open(accepted.session)
             log.info("%s connected from %s", accepted.session.peer, address)
         return accepted, resumed
 
-    def _attach_streams(self, accepted: _Accepted) -> None:
-        """Attaches the gRPC streams. The lock is held, so that of two attempts the
-        later one is attached last."""
-        accepted.attached = accepted.streams
-        accepted.session.attach(accepted.streams)
+    def _attach_stream(self, accepted: _Accepted) -> None:
+        """The lock is held, so that of two attempts the later one is attached last."""
+        accepted.is_attached = True
+        accepted.session.attach(accepted.stream)
 
     def _accept(self, key: tuple[int, int], hello: link_pb2.Hello, address: str) -> _Accepted:
         peer = PeerIdentity(hello.peer, _printable(hello.name) or address)
-        session: Session | NativeSession
-        if hello.protocol == 1:
-            session = Session(self._identity, peer, self._handler, self._settings, self._budget)
-        else:
-            session = NativeSession(self._identity, peer, self._handler, self._settings, self._native_budget)
+        session = Session(self._identity, peer, self._handler, self._settings, self._budget)
         session.peer_max_message_bytes = hello.max_message_bytes or (1 << 62)
         session.limit_bytes_in_flight(hello.max_bytes_in_flight)
         session.peer_codecs = frozenset(hello.codecs)
-        return _Accepted(key, session, self._new_streams(session), hello.attempt)
+        return _Accepted(key, session, GrpcStream(session), hello.attempt)
 
-    def _new_streams(self, session: Session | NativeSession) -> Any:
-        if isinstance(session, NativeSession):
-            return NativeStream(session)
-        return StreamPair(self._settings, session.quota)
-
-    def _welcome(self, hello: link_pb2.Hello, resumed: bool, offer: link_pb2.SameHost | None = None) -> bytes:
+    def _welcome(self, *, resumed: bool, **offers: Any) -> bytes:
         welcome = link_pb2.Welcome(
-            protocol=hello.protocol,
+            protocol=PROTOCOL,
             peer=self._identity.id,
             name=self._identity.name,
             resumed=resumed,
@@ -298,36 +255,40 @@ class SessionAcceptor:
             max_message_bytes=self._settings.max_message_bytes,
             max_bytes_in_flight=self._settings.max_bytes_in_flight,
             codecs=self._settings.codecs,
-            same_host=offer,
+            **offers,
         )
         return frames.envelope(link_pb2.Frame(welcome=welcome))
 
-    def _read(self, requests: Iterator[bytes], accepted: _Accepted, streams: Any) -> None:
+    def _read(self, requests: Iterator[bytes], accepted: _Accepted, stream: GrpcStream) -> None:
         session = accepted.session
         try:
             for data in requests:
-                session.receive_or_refuse(data, streams)
+                if accepted.is_choosing:
+                    with self._lock:
+                        if accepted.is_choosing and accepted.stream is stream:
+                            self._attach_stream(accepted)
+                session.receive_or_refuse(data, stream)
         except grpc.RpcError:
             pass  # the stream was cut
         finally:
-            streams.close()
+            stream.close()
             with self._lock:
                 self._readers.discard(threading.current_thread())
 
-    def _leave(self, accepted: _Accepted, streams: Any) -> None:
+    def _leave(self, accepted: _Accepted, stream: GrpcStream) -> None:
         session = accepted.session
-        session.detach(streams)
+        session.detach(stream)
         with self._lock:
-            if accepted.streams is not streams or accepted.lease is not None:
+            if accepted.stream is not stream or accepted.lease is not None:
                 return  # the client has reconnected, or its lease runs already
             if self._closed or session.ended is not None:
                 return
-            accepted.lease = call_later(self._settings.lease, partial(self._expire, accepted, streams))
+            accepted.lease = call_later(self._settings.lease, partial(self._expire, accepted, stream))
         log.info("the connection of %s was cut; its lease runs for %g s", session.peer, self._settings.lease)
 
-    def _expire(self, accepted: _Accepted, streams: Any) -> None:
+    def _expire(self, accepted: _Accepted, stream: GrpcStream) -> None:
         with self._lock:
-            if accepted.streams is not streams:
+            if accepted.stream is not stream:
                 return  # the client has reconnected
             # From here on the client can no longer resume the session.
             self._accepted.pop(accepted.key, None)
@@ -356,12 +317,11 @@ def _read_hello(requests: Iterator[bytes]) -> link_pb2.Hello:
     if len(received) != 1 or received[0].WhichOneof("kind") != "hello":
         raise ProtocolError("a stream must start with Hello alone")
     hello = received[0].hello
-    if hello.protocol not in PROTOCOLS:
+    if hello.protocol != PROTOCOL:
         raise ProtocolError(
-            f"protocol {hello.protocol} is not spoken here, only {' and '.join(map(str, PROTOCOLS))}; "
+            f"protocol {hello.protocol} is not spoken here, only {PROTOCOL}; "
             "use the same version of gradwire at both ends"
         )
-    roles = (Hello.ROLE_CONTROL, Hello.ROLE_BULK) if hello.protocol == 1 else (Hello.ROLE_CONTROL,)
-    if not hello.peer or not hello.session or hello.role not in roles:
-        raise ProtocolError("Hello must name a peer, a session and a role")
+    if not hello.peer or not hello.session:
+        raise ProtocolError("Hello must name a peer and a session")
     return hello

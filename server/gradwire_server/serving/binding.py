@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Sequence
 
 import grpc
 
 from gradwire_server.errors import BindFailed
 
-__all__ = ["bind"]
+__all__ = ["bind", "direct_address"]
 
 
 def bind(server: grpc.Server, address: str) -> str:
@@ -30,6 +31,15 @@ def bind(server: grpc.Server, address: str) -> str:
             address=address,
         )
     return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
+
+
+def direct_address(addresses: Sequence[str]) -> str | None:
+    """Where to listen for direct sockets if nothing else is said: any port of the host of the first TCP
+    address."""
+    for address in addresses:
+        if not address.startswith("unix:"):
+            return f"{address.rpartition(':')[0]}:0"
+    return None
 
 
 def _free_unix_path(address: str) -> None:

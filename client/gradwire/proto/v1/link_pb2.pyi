@@ -32,71 +32,61 @@ class Envelope(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "welcome", "request", "response", "transfer_chunk", "cancel", "acknowledge", "goodbye", "segment", "placed", "returned", "dropped", "chunk")
+    __slots__ = ("hello", "welcome", "request", "response", "cancel", "acknowledge", "goodbye", "chunk", "segment", "placed", "returned", "freed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_CHUNK_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    FREED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     request: Request
     response: Response
-    transfer_chunk: TransferChunk
     cancel: Cancel
     acknowledge: Acknowledge
     goodbye: Goodbye
+    chunk: Chunk
     segment: Segment
     placed: Placed
     returned: Returned
-    dropped: Dropped
-    chunk: Chunk
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., response: _Optional[_Union[Response, _Mapping]] = ..., transfer_chunk: _Optional[_Union[TransferChunk, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    freed: Freed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., response: _Optional[_Union[Response, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "peer", "name", "session", "role", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
-    class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-        __slots__ = ()
-        ROLE_UNSPECIFIED: _ClassVar[Hello.Role]
-        ROLE_CONTROL: _ClassVar[Hello.Role]
-        ROLE_BULK: _ClassVar[Hello.Role]
-    ROLE_UNSPECIFIED: Hello.Role
-    ROLE_CONTROL: Hello.Role
-    ROLE_BULK: Hello.Role
+    __slots__ = ("protocol", "peer", "name", "session", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "direct", "codecs")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     peer: int
     name: str
     session: int
-    role: Hello.Role
     attempt: int
     resume: bool
     max_message_bytes: int
     max_bytes_in_flight: int
     same_host: bool
+    direct: bool
     codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
-    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., role: _Optional[_Union[Hello.Role, str]] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: bool = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: bool = ..., direct: bool = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "peer", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight", "same_host", "codecs")
+    __slots__ = ("protocol", "peer", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight", "same_host", "direct", "codecs")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +95,7 @@ class Welcome(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     peer: int
@@ -114,8 +105,9 @@ class Welcome(_message.Message):
     max_message_bytes: int
     max_bytes_in_flight: int
     same_host: SameHost
+    direct: Direct
     codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
-    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: _Optional[_Union[SameHost, _Mapping]] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: _Optional[_Union[SameHost, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
 
 class SameHost(_message.Message):
     __slots__ = ("socket", "token", "seen_address")
@@ -127,35 +119,41 @@ class SameHost(_message.Message):
     seen_address: str
     def __init__(self, socket: _Optional[str] = ..., token: _Optional[bytes] = ..., seen_address: _Optional[str] = ...) -> None: ...
 
+class Direct(_message.Message):
+    __slots__ = ("port", "token", "seen_address")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEEN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    token: bytes
+    seen_address: str
+    def __init__(self, port: _Optional[int] = ..., token: _Optional[bytes] = ..., seen_address: _Optional[str] = ...) -> None: ...
+
 class Request(_message.Message):
-    __slots__ = ("id", "method", "body", "transfers", "timeout_seconds", "attachments")
+    __slots__ = ("id", "method", "body", "timeout_seconds", "attachments")
     ID_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
-    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
     id: int
     method: Method
     body: bytes
-    transfers: _containers.RepeatedScalarFieldContainer[int]
     timeout_seconds: float
     attachments: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., method: _Optional[_Union[Method, str]] = ..., body: _Optional[bytes] = ..., transfers: _Optional[_Iterable[int]] = ..., timeout_seconds: _Optional[float] = ..., attachments: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., method: _Optional[_Union[Method, str]] = ..., body: _Optional[bytes] = ..., timeout_seconds: _Optional[float] = ..., attachments: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Response(_message.Message):
-    __slots__ = ("id", "body", "error", "transfers", "attachments")
+    __slots__ = ("id", "body", "error", "attachments")
     ID_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
     id: int
     body: bytes
     error: Error
-    transfers: _containers.RepeatedScalarFieldContainer[int]
     attachments: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., body: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., transfers: _Optional[_Iterable[int]] = ..., attachments: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., body: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., attachments: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("message", "of_response", "data")
@@ -166,18 +164,6 @@ class Chunk(_message.Message):
     of_response: bool
     data: bytes
     def __init__(self, message: _Optional[int] = ..., of_response: bool = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class TransferChunk(_message.Message):
-    __slots__ = ("transfer", "offset", "total", "data")
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    transfer: int
-    offset: int
-    total: int
-    data: bytes
-    def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id",)
@@ -200,14 +186,16 @@ class Segment(_message.Message):
     def __init__(self, id: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("transfer", "segment", "total")
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("message", "of_response", "segment", "size")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    OF_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_FIELD_NUMBER: _ClassVar[int]
-    transfer: int
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    message: int
+    of_response: bool
     segment: int
-    total: int
-    def __init__(self, transfer: _Optional[int] = ..., segment: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+    size: int
+    def __init__(self, message: _Optional[int] = ..., of_response: bool = ..., segment: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Returned(_message.Message):
     __slots__ = ("segments",)
@@ -215,7 +203,7 @@ class Returned(_message.Message):
     segments: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, segments: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Dropped(_message.Message):
+class Freed(_message.Message):
     __slots__ = ("segments",)
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedScalarFieldContainer[int]

@@ -1,4 +1,4 @@
-"""What a NativeSession makes of its native session: futures, server calls, callbacks."""
+"""What a Session makes of its native session: futures, server calls, callbacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import LinkSettings, NativeSession, NativeStream, PeerIdentity, ServerCall
+from gradwire.transport import GrpcStream, LinkSettings, PeerIdentity, ServerCall, Session
 
 METHOD = link_pb2.METHOD_FORWARD_WITH_AUTOGRAD
 
@@ -27,13 +27,13 @@ class Pair:
 
     def __init__(self) -> None:
         self.calls: list[ServerCall] = []
-        self.a = NativeSession(PeerIdentity(1, "a"), PeerIdentity(2, "b"), self.calls.append, LinkSettings())
-        self.b = NativeSession(PeerIdentity(2, "b"), PeerIdentity(1, "a"), self.calls.append, LinkSettings())
-        self.streams = {session: NativeStream(session) for session in (self.a, self.b)}
+        self.a = Session(PeerIdentity(1, "a"), PeerIdentity(2, "b"), self.calls.append, LinkSettings())
+        self.b = Session(PeerIdentity(2, "b"), PeerIdentity(1, "a"), self.calls.append, LinkSettings())
+        self.streams = {session: GrpcStream(session) for session in (self.a, self.b)}
         for session, stream in self.streams.items():
             session.attach(stream)
 
-    def deliver(self, sender: NativeSession) -> None:
+    def deliver(self, sender: Session) -> None:
         receiver = self.b if sender is self.a else self.a
         while data := sender.take_output(self.streams[sender]):
             receiver.receive_or_refuse(data, self.streams[receiver])

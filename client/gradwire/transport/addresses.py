@@ -1,0 +1,77 @@
+"""Whether the connection to a worker is direct, or a proxy lies in between, which must not be bypassed.
+
+If a proxy accepts a connection and opens another, the worker sees an address that leads elsewhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from urllib.parse import unquote
+
+__all__ = ["Address", "remote_of"]
+
+Address = tuple[str, int]
+
+
+def remote_of(seen: str, target: str) -> Address | None:
+    """The worker's end of this process's TCP connection to the target, of which the worker sees the other end
+    at `seen`. None if there is no such connection: a proxy lies in between, or it is no TCP connection."""
+    local = _parse(seen)
+    remote = _remote_of(local) if local is not None else None
+    return remote if remote is not None and remote in _resolve(target) else None
+
+
+def _parse(address: str) -> Address | None:
+    """Parses an address as gRPC writes it: ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    kind, _, rest = unquote(address).partition(":")
+    host, _, port = rest.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdigit():
+        return None
+    try:
+        return _plain(host.strip("[]")), int(port)
+    except ValueError:
+        return None
+
+
+def _plain(host: str) -> str:
+    """The canonical form of an IP address."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _resolve(target: str) -> set[Address]:
+    name = target
+    for prefix in ("dns:", "ipv4:", "ipv6:"):
+        name = name.removeprefix(prefix)
+    host, _, port = name.rpartition("/")[2].rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        return {(_plain(str(address[0])), int(address[1])) for *_, address in found}
+    except (OSError, ValueError):
+        return set()
+
+
+def _remote_of(local: Address) -> Address | None:
+    """The remote address of the TCP connection with this local address, according to the kernel."""
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        try:
+            with open(table) as lines:
+                next(lines)
+                for line in lines:
+                    fields = line.split()
+                    if int(fields[1].rpartition(":")[2], 16) == local[1] and _hex_address(fields[1]) == local:
+                        return _hex_address(fields[2])
+        except (OSError, StopIteration):
+            continue
+    return None
+
+
+def _hex_address(text: str) -> Address:
+    """Parses an address as /proc writes it: 32-bit words in the byte order of the machine."""
+    host, _, port = text.partition(":")
+    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return _plain(str(ipaddress.ip_address(packed))), int(port, 16)
