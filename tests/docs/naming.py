@@ -1,4 +1,7 @@
-"""What the pages for engineers name: files, modules, classes, functions, fields and make targets."""
+"""What the pages for engineers name: files, modules, classes, functions, fields and make targets.
+
+Names of Python have dots, `Session.send_request`; those of `native/` have colons, `Session::call`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from pathlib import Path
 import gradwire
 import gradwire_server
 
-__all__ = ["ROOT", "fault", "package_sources", "resolve", "spans"]
+__all__ = ["ROOT", "fault", "native_sources", "package_sources", "resolve", "spans"]
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("benchmarks", "client", "docs", "examples", "protos", "scripts", "server", "tests")
+FOLDERS = ("benchmarks", "client", "docs", "examples", "native", "protos", "scripts", "server", "tests")
 ALIASES = {"gw": "gradwire", "gws": "gradwire_server"}
 OTHER_PACKAGES = ("concurrent", "multiprocessing", "torch", "typer")
 FOREIGN = {
@@ -42,6 +45,11 @@ def package_sources() -> list[Path]:
     return [path for package in packages for path in package.rglob("*.py") if "_pb2" not in path.name]
 
 
+def native_sources() -> list[Path]:
+    """The native code, without its fuzzer and the declarations of Python's stable ABI."""
+    return sorted(path for path in (ROOT / "native").iterdir() if path.suffix in (".cpp", ".hpp"))
+
+
 @cache
 def _words() -> frozenset[str]:
     """Every word of the sources, generated code left out."""
@@ -52,6 +60,7 @@ def _words() -> frozenset[str]:
         for path in (ROOT / folder).rglob(pattern)
         if "_pb2" not in path.name and path.parent != Path(__file__).parent
     ]
+    sources += native_sources()
     return frozenset(word for source in sources for word in re.findall(r"\w+", source.read_text()))
 
 
@@ -92,7 +101,7 @@ def _member(owner: object, names: list[str]) -> object | None:
     if first in getattr(owner, "__annotations__", {}):
         return owner
     files = {inspect.getfile(base) for base in owner.__mro__ if base.__module__.startswith("gradwire")}
-    sources = (Path(file).read_text() for file in files if "_pb2" not in file)
+    sources = (Path(file).read_text() for file in files if file.endswith(".py") and "_pb2" not in file)
     return owner if any(re.search(rf"\bself\.{first}\b", source) for source in sources) else None
 
 
@@ -103,6 +112,13 @@ def _is_there(dotted: str) -> bool:
     if first in OTHER_PACKAGES:
         return pkgutil.resolve_name(dotted) is not None
     return resolve(dotted) is not None or _is_field(first, rest)
+
+
+def _is_native(name: str, member: str) -> bool:
+    """Whether a class of the native code has a member, by its declaration."""
+    sources = "".join(re.sub("//.*", "", path.read_text()) for path in native_sources())
+    bodies = re.findall(rf"^(?:class|struct) {name}\b[^;{{]*\{{(.*?)^\}};", sources, re.DOTALL | re.MULTILINE)
+    return any(re.search(rf"\b{member}\b", body) for body in bodies)
 
 
 def _is_field(message: str, names: list[str]) -> bool:
@@ -120,6 +136,8 @@ def fault(span: str) -> str | None:
     if span.split("/")[0] in FOLDERS and re.fullmatch(r"[\w./*-]+", span):
         return None if list(ROOT.glob(span)) else "no such file"
     name = span.removesuffix("()")
+    if re.fullmatch(r"\w+::\w+", name):
+        return None if _is_native(*name.split("::")) else "no such name in native/"
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) and not re.search(r"\.(md|toml|txt|json)$", name):
         return None if name in FOREIGN or _is_there(name) else "no such name"
     if re.fullmatch(r"[A-Za-z_]\w*", name):

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.docs.naming import ROOT, fault, package_sources, spans
+from tests.docs.naming import ROOT, fault, native_sources, package_sources, spans
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DECISIONS = ROOT / "docs" / "decisions"
@@ -26,9 +26,15 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    for span in ("client/gradwire/nowhere.py", "session.Session.nothing", "Sessoin", "make nothing"):
+    for span in (
+        *("client/gradwire/nowhere.py", "session.Session.nothing", "Sessoin", "make nothing"),
+        *("native/nowhere.hpp", "Session::nothing", "Sessoin::call"),
+    ):
         assert fault(span) is not None, span
-    for span in ("client/gradwire/transport/session.py", "session.Session._lock", "Session", "make test"):
+    for span in (
+        *("client/gradwire/transport/session.py", "session.Session._lock", "Session", "make test"),
+        *("native/session.hpp", "Session::call", "Link::mutex_"),
+    ):
         assert fault(span) is None, span
 
 
@@ -78,6 +84,23 @@ def test_every_thread_is_on_the_page() -> None:
     assert not sorted(name for name in threads if f"`{name}`" not in page)
 
 
+def test_every_native_file_is_on_the_page() -> None:
+    page = ARCHITECTURE.read_text()
+    stems = {source.stem for source in native_sources()}
+    assert not sorted(stem for stem in stems if f"`native/{stem}." not in page)
+
+
+def test_every_native_thread_is_on_the_page() -> None:
+    page = ARCHITECTURE.read_text()
+    started = [
+        found
+        for source in native_sources()
+        for found in re.findall(r"std::j?thread[({]\[this\] \{ (\w+)\(", source.read_text())
+    ]
+    assert started
+    assert not [found for found in started if not re.search(rf"`\w+::{found}`", page)]
+
+
 def _locks(source: Path) -> set[str]:
     """The locks that a module makes, as `Class.attribute` or `module.name`. Not conditions on other locks."""
     found = set()
@@ -99,4 +122,24 @@ def test_every_lock_is_on_the_page() -> None:
     page = ARCHITECTURE.read_text()
     locks = {lock for source in package_sources() for lock in _locks(source)}
     assert len(locks) > 30
+    assert not sorted(lock for lock in locks if f"`{lock}`" not in page)
+
+
+def _native_locks(source: Path) -> set[str]:
+    """The mutexes that native code has, as `Class::member`, or as the name of one that is no member."""
+    found, owner = set(), None
+    for line in source.read_text().splitlines():
+        if opened := re.match(r"(?:class|struct) (\w+)\b.*\{$", line):
+            owner = opened[1]
+        elif line.startswith("}"):
+            owner = None
+        elif made := re.match(r"\s*(?:mutable |static )*(?:std::\w*mutex|FairMutex) (\w+);", line):
+            found.add(f"{owner}::{made[1]}" if owner else made[1])
+    return found
+
+
+def test_every_native_lock_is_on_the_page() -> None:
+    page = ARCHITECTURE.read_text()
+    locks = {lock for source in native_sources() for lock in _native_locks(source)}
+    assert len(locks) > 6
     assert not sorted(lock for lock in locks if f"`{lock}`" not in page)

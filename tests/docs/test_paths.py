@@ -26,6 +26,7 @@ SOMETIMES = {
         "GraphSegments.reached_by",
     ),
     *("Gathering.add", "hooks.run_waiting_hooks", "scope.cancel_with_caller"),
+    "GrpcStream.__next__",
 }
 """What a plain call and its backward do not need, or need earlier for another reason."""
 SECONDS = 60.0
