@@ -615,7 +615,7 @@ void Session::add_copy(Output& output, Transfer transfer) {
   const std::shared_ptr<Segment>& segment = transfer.lease.segment();
   const Attachment& attachment = transfer.content->attachments[transfer.attachment];
   if (transfer.offset < attachment.size) {
-    if (transfer.offset == 0 && segment->descriptor() >= 0) {
+    if (!std::exchange(segment->is_announced, true)) {
       std::string frame;
       write_new_segment(frame, {segment->id, segment->size});
       add_frames(output, std::move(frame));

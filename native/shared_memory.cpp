@@ -145,7 +145,7 @@ std::vector<std::shared_ptr<Segment>> SharedMemory::trim(double seconds) {
   std::vector<std::shared_ptr<Segment>> trimmed;
   for (; !free_.empty() && free_.front().since <= before; free_.pop_front()) {
     trimmed.push_back(std::move(free_.front().segment));
-    if (trimmed.back()->descriptor() < 0) freed_.push_back(trimmed.back()->id);
+    if (trimmed.back()->is_announced) freed_.push_back(trimmed.back()->id);
   }
   return trimmed;
 }

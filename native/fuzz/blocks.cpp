@@ -23,14 +23,19 @@ Block::Block(size_t size) : size_(size) {
 }
 
 Block::Block(Block&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      owner_(std::move(other.owner_)) {}
 
 Block& Block::operator=(Block&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(owner_, other.owner_);
   return *this;
 }
 
-Block::~Block() { std::free(data_); }
+Block::~Block() {
+  if (!owner_) std::free(data_);
+}
 
 }  // namespace gradwire

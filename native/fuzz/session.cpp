@@ -5,6 +5,8 @@
 
 #include "session.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -139,6 +141,8 @@ struct Peer {
   std::map<uint64_t, CallHandle> checks;  // and the call of the request that is checked; 0: a response
   std::string under_way;  // bytes to this peer
   std::vector<Output> being_written;
+  std::vector<Output::Copy> being_copied;
+  std::shared_ptr<SharedMemory> shared;
   bool has_handled_the_end = false;
 
   Peer(World& world, uint8_t index, Settings settings, std::shared_ptr<Budget> budget)
@@ -151,7 +155,10 @@ struct Peer {
   void answer_a_check(Input& input);
   bool is_awaited(CallHandle handle) const;
   void do_something_odd(Input& input);
+  void detach();
+  void attach();
   void write(size_t small_bytes);
+  void copy();
   void flush();
   void read(size_t size, bool in_place);
   void receive(Bytes bytes, bool in_place);
@@ -165,6 +172,7 @@ struct Peer {
 struct World {
   Seconds now = 0;
   bool is_exact = true;  // no byte of a stream was changed
+  bool has_shared_memory = false;
   std::shared_ptr<Budget> budget;
   std::vector<std::unique_ptr<Peer>> peers;
   uint32_t last_key = 0;
@@ -264,26 +272,55 @@ void Peer::do_something_odd(Input& input) {
     case 5:
       if (!calls.contains(id)) REQUIRE(!session.withdraw(world.now, id));
       break;
-    case 6: session.attach(world.now), other().session.detach(), world.connect(); break;
+    case 6: attach(), other().detach(), world.connect(); break;
     case 7: session.take_output(id); if (!session.has_ended()) world.connect(); break;
   }
 }
 
+void Peer::detach() {
+  session.detach();
+  under_way.clear();
+  being_written.clear();
+  being_copied.clear();
+  shared.reset();
+}
+
+void Peer::attach() {
+  // Too little for everything: some attachments go through the stream.
+  if (world.has_shared_memory) shared = std::make_shared<SharedMemory>(1 << 20, [] {});
+  session.attach(world.now, shared);
+}
+
+// As late as it may be.
+void Peer::copy() {
+  for (const Output::Copy& copy : being_copied) std::memcpy(copy.to, copy.from, copy.size);
+  being_copied.clear();
+}
+
 void Peer::write(size_t small_bytes) {
+  copy();
   bool had_output = session.has_output();
   Output output = session.take_output(small_bytes);
   size_t size = 0;
   for (const Output::Piece& piece : output.pieces) size += piece.size;
+  for (const Output::Copy& copy : output.copies) size += copy.size;
   REQUIRE(size == output.size);
   REQUIRE(had_output || !size);
+  being_copied = output.copies;
   if (size) being_written.push_back(std::move(output));
 }
 
 // What is being written is read from its memory as late as this.
 void Peer::flush() {
+  copy();
   for (const Output& output : being_written)
-    for (const Output::Piece& piece : output.pieces)
+    for (const Output::Piece& piece : output.pieces) {
+      if (piece.announced) {
+        if (other().shared) other().shared->add_descriptor(dup(piece.announced->descriptor()));
+        piece.announced->close_descriptor();
+      }
       other().under_way.append(reinterpret_cast<const char*>(piece.data), piece.size);
+    }
   being_written.clear();
 }
 
@@ -312,7 +349,8 @@ void Peer::receive(Bytes bytes, bool in_place) {
     // A copy of just that size, so that a sanitizer sees reads beyond it.
     std::vector<uint8_t> exact(bytes.begin(), bytes.end());
     if (!exact.empty()) session.receive(world.now, exact);
-  } catch (const ProtocolError&) {
+  } catch (const ProtocolError& error) {
+    if (world.is_exact) std::fprintf(stderr, "%s\n", error.what());
     REQUIRE(!world.is_exact);
     handle_events();
     session.close({.error = FAILED, .has_error = true});
@@ -425,6 +463,8 @@ World::World(Input& input, bool is_exact) : is_exact(is_exact) {
   if (options & 2) settings.max_window_bytes = 170000;
   settings.chunk_bytes = options & 4 ? 7000 : options & 8 ? 40000 : 256 * 1024;
   fuzz_largest_block = options & 16 ? 100000 : SIZE_MAX;
+  settings.smallest_shared_bytes = 20000;
+  has_shared_memory = options & 64;
   budget = std::make_shared<Budget>(options & 32 ? 150000 : uint64_t{1} << 40);
   for (uint8_t index = 0; index < 2; index++) {
     settings.seed = options + index;
@@ -438,13 +478,11 @@ World::~World() { finish(); }
 // A new connection; what was under way is lost.
 void World::connect() {
   for (auto& peer : peers) {
-    peer->session.detach();
+    peer->detach();
     REQUIRE(!peer->session.has_output());
     REQUIRE(!peer->session.take_output().size);
-    peer->under_way.clear();
-    peer->being_written.clear();
   }
-  for (auto& peer : peers) peer->session.attach(now);
+  for (auto& peer : peers) peer->attach();
 }
 
 // One peer notices first, or both do; things may happen before the new connection.
@@ -452,9 +490,7 @@ void World::cut(Input& input) {
   uint8_t kind = input.byte();
   for (auto& peer : peers) {
     if (!(kind & (1 << peer->index))) continue;
-    peer->session.detach();
-    peer->under_way.clear();
-    peer->being_written.clear();
+    peer->detach();
   }
   if (kind & 4) connect();
 }
@@ -565,7 +601,7 @@ void World::settle() {
 void World::finish() {
   for (auto& peer : peers) {
     peer->session.end();
-    peer->being_written.clear();
+    peer->detach();
     Session::Statistics statistics = peer->session.statistics();
     REQUIRE(!statistics.calls && !statistics.inbound_calls && !statistics.kept_back);
     REQUIRE(!statistics.bytes_in_window && !statistics.quota_bytes);
@@ -623,7 +659,7 @@ void run_one(Input& input) {
         case 2: peer.respond_to_one(choice); break;
         case 3: peer.answer_a_check(choice); break;
         case 4: world.now += 0.4, peer.tick(); break;
-        case 5: if (options & 128) peer.session.detach(), peer.session.attach(world.now); break;
+        case 5: if (options & 128) peer.detach(), peer.attach(); break;
       }
       peer.handle_events();
     }
