@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 import weakref
@@ -167,18 +169,27 @@ def test_a_request_cancelled_during_a_cut_is_cancelled_at_the_other_peer(ends: E
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_socket_that_dies_alone_costs_only_time(kind: str) -> None:
+def test_a_socket_that_dies_alone_costs_only_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptors: list[int] = []
+    take_descriptor = SocketStream.take_descriptor
+
+    def noted(stream: SocketStream) -> int:
+        descriptor = take_descriptor(stream)
+        descriptors.append(os.dup(descriptor))
+        return descriptor
+
+    monkeypatch.setattr(SocketStream, "take_descriptor", noted)
     with opened(kind) as ends:
         content = bytes(range(256)) * (64 << 12)
         for number in range(5):
-            eventually(lambda: ends.left.connected and ends.right.connected)
             future = ends.left.send_request(PING, str(number).encode(), [Memory(content)])
-            kill_socket(ends)
+            while descriptors:
+                with socket.socket(fileno=descriptors.pop()) as same:
+                    same.shutdown(socket.SHUT_RDWR)
             assert attachments_of(future) == [content]
         assert ends.there.received == [b"0", b"1", b"2", b"3", b"4"]
-        if kind == "tcp":
-            # The direct socket broke while gRPC did not: the session stays on gRPC for a while.
-            assert isinstance(ends.left._stream, GrpcStream)  # type: ignore[attr-defined]
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def test_a_direct_socket_that_is_blocked_is_left_for_grpc() -> None:
@@ -195,15 +206,6 @@ def test_a_direct_socket_that_is_blocked_is_left_for_grpc() -> None:
         assert body_of(ends.left.send_request(PING, b"still")) == b"still"
         assert isinstance(ends.left._stream, GrpcStream)  # type: ignore[attr-defined]
         assert ends.left._avoids_direct_until > 0  # type: ignore[attr-defined]
-
-
-def kill_socket(ends: Ends) -> None:
-    """Ends the socket of the session, if it has one, and nothing else."""
-    link = ends.left
-    stream = link._stream  # type: ignore[attr-defined]
-    if isinstance(stream, SocketStream):
-        link._native.disconnect()  # type: ignore[attr-defined]
-        stream.on_cut(stream, "the socket was cut by a test")
 
 
 def test_a_deadline_runs_on_during_a_cut() -> None:

@@ -133,7 +133,7 @@ def test_fields_may_come_in_any_order_and_numbers_need_not_be_packed() -> None:
 
 def test_fields_of_later_versions_are_skipped() -> None:
     unknown = (
-        tag(15, 0) + varint(1 << 63) + tag(14, 1) + bytes(8) + tag(13, 5) + bytes(4) + field(12, b"later")
+        tag(15, 0) + varint(1 << 63) + tag(14, 1) + bytes(8) + tag(13, 5) + bytes(4) + field(14, b"later")
     )
     request = unknown + tag(1, 0) + varint(1) + field(3, b"body") + unknown
     session = session_with_calls()
