@@ -230,6 +230,15 @@ class Worker:
             reflection_module.enable_server_reflection(names, server)
         try:
             self.addresses = tuple(bind_address(server, address) for address in self._binds)
+            self._acceptor.direct_address = self._direct_bind or direct_address(self.addresses)
+            if (
+                self._direct_bind is not None
+                and self._settings.direct
+                and not self._acceptor.listen_directly()
+            ):
+                raise BindFailed(
+                    f"cannot listen on {self._direct_bind} for direct connections", address=self._direct_bind
+                )
         except BindFailed:
             # The addresses that were bound must be freed, and gRPC frees them only if the server was started.
             server.start()
@@ -238,7 +247,6 @@ class Worker:
             self._peer.close()
             raise
         self._server = server
-        self._acceptor.direct_address = self._direct_bind or direct_address(self.addresses)
         self._servicer.open()
         self._attach_store(self._peer)
         self._serve_callbacks()

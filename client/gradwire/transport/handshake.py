@@ -57,6 +57,8 @@ class SocketListener:
         listener = None
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)
+            if family != socket.AF_UNIX:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(128)
             return cls(listener, on_handshake, check)
