@@ -290,6 +290,7 @@ void EventLoop::keep_watchdog_awake() {
 }
 
 void EventLoop::run_watchdog() {
+  pthread_setname_np(pthread_self(), "gradwire-links");
   std::unique_lock lock(mutex_);
   uint64_t seen = 0;
   int calm = 0;
@@ -297,7 +298,9 @@ void EventLoop::run_watchdog() {
   while (true) {
     if (calm > CALM_CHECKS) {
       watchdog_sleeps_ = true;
-      watchdog_is_wanted_.wait(lock, [&] { return !watchdog_sleeps_; });
+      // Whoever counts activity looks whether the watchdog sleeps after that.
+      watchdog_is_wanted_.wait(lock, [&] { return !watchdog_sleeps_ || activity_ != seen; });
+      watchdog_sleeps_ = false;
       calm = 0;
     }
     watchdog_is_wanted_.wait_for(lock, duration(pause));

@@ -192,6 +192,35 @@ def test_a_socket_that_dies_alone_costs_only_time(kind: str, monkeypatch: pytest
         os.close(descriptor)
 
 
+def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    descriptors: list[int] = []
+    take_descriptor = SocketStream.take_descriptor
+
+    def noted(stream: SocketStream) -> int:
+        descriptor = take_descriptor(stream)
+        descriptors.append(os.dup(descriptor))
+        return descriptor
+
+    monkeypatch.setattr(SocketStream, "take_descriptor", noted)
+    with opened("tcp") as ends:
+        bodies = [str(number).encode() for number in range(300)]
+
+        def respond(server_call: ServerCall) -> None:
+            if server_call.request.body == bodies[0]:
+                # All have been read by now, or will be: they came in one write.
+                for descriptor in descriptors:
+                    with socket.socket(fileno=descriptor) as same:
+                        same.shutdown(socket.SHUT_RDWR)
+            echo(server_call)
+
+        ends.there.respond = respond
+        futures = [ends.left.send_request(PING, body) for body in bodies]
+        assert [body_of(future) for future in futures] == bodies
+        assert sorted(ends.there.received) == sorted(bodies)
+
+
 def test_a_direct_socket_that_is_blocked_is_left_for_grpc() -> None:
     with opened("tcp") as ends:
         assert body_of(ends.left.send_request(PING, b"direct")) == b"direct"

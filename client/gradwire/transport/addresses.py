@@ -8,19 +8,25 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
+from collections.abc import Iterator
 from urllib.parse import unquote
 
 __all__ = ["Address", "remote_of"]
 
 Address = tuple[str, int]
 
+_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_ESTABLISHED = "01"
+
 
 def remote_of(seen: str, target: str) -> Address | None:
     """The worker's end of this process's TCP connection to the target, of which the worker sees the other end
     at `seen`. None if there is no such connection: a proxy lies in between, or it is no TCP connection."""
     local = _parse(seen)
-    remote = _remote_of(local) if local is not None else None
-    return remote if remote is not None and remote in _resolve(target) else None
+    if local is None:
+        return None
+    wanted = _resolve(target)
+    return next((remote for remote in _remotes_of(local) if remote in wanted), None)
 
 
 def _parse(address: str) -> Address | None:
@@ -54,19 +60,20 @@ def _resolve(target: str) -> set[Address]:
         return set()
 
 
-def _remote_of(local: Address) -> Address | None:
-    """The remote address of the TCP connection with this local address, according to the kernel."""
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+def _remotes_of(local: Address) -> Iterator[Address]:
+    """The remote addresses of the TCP connections with this local address, according to the kernel."""
+    for table in _TABLES:
         try:
             with open(table) as lines:
                 next(lines)
                 for line in lines:
                     fields = line.split()
+                    if fields[3] != _ESTABLISHED:
+                        continue  # what is left of an earlier connection from the same port
                     if int(fields[1].rpartition(":")[2], 16) == local[1] and _hex_address(fields[1]) == local:
-                        return _hex_address(fields[2])
+                        yield _hex_address(fields[2])
         except (OSError, StopIteration):
             continue
-    return None
 
 
 def _hex_address(text: str) -> Address:

@@ -23,7 +23,9 @@ _CONNECT_SECONDS = 0.5
 
 def listen(address: str, on_handshake: OnHandshake) -> SocketListener | None:
     """Listens at HOST:PORT; port 0 takes a free one. None if that cannot be had."""
-    host, _, port = address.rpartition(":")
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return None
     try:
         family, _, _, _, endpoint = socket.getaddrinfo(
             host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -302,6 +302,7 @@ class GrpcLink(Session):
                 self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
             except OSError as error:
                 raise _Broken(f"there is no socket: {error}") from error
+        self.handle(most_requests=0)
         self._is_attached = True
         self._connected.set()
         try:
@@ -318,12 +319,15 @@ class GrpcLink(Session):
     def _connect_socket(self, welcome: link_pb2.Welcome, give_up_at: float) -> socket.socket | None:
         """The socket that goes around gRPC, if there is one."""
         connection = None
-        # Half of the time that is left: if the socket does not respond, the rest is for gRPC.
-        seconds = (give_up_at - time.monotonic()) / 2
+
+        def seconds() -> float:
+            # Half of the time that is left: if the socket does not respond, the rest is for gRPC.
+            return (give_up_at - time.monotonic()) / 2
+
         if welcome.HasField("same_host"):
-            connection = same_host.connect(welcome.same_host, self.target, seconds)
+            connection = same_host.connect(welcome.same_host, self.target, seconds())
         if connection is None and welcome.HasField("direct"):
-            connection = direct.connect(welcome.direct, self.target, seconds, self.settings)
+            connection = direct.connect(welcome.direct, self.target, seconds(), self.settings)
             if connection is None:
                 self._avoid_direct()
         return connection

@@ -24,7 +24,7 @@ _SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
 """The pause before the next attempt to accept, after one has failed."""
 _MOST_AT_ONCE = 64
-"""How many connections may be in their handshake. Others wait in the backlog."""
+"""How many connections may be in their handshake. Others are closed at once, and their clients use gRPC."""
 _ACCEPTED = b"\x01"
 
 OnHandshake = Callable[[object, socket.socket], None]
@@ -81,7 +81,6 @@ class SocketListener:
 
     def close(self) -> None:
         self._closed.set()
-        self._may_begin.release()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -93,16 +92,21 @@ class SocketListener:
         is_failing = False
         while not self._closed.is_set():
             connection = None
-            self._may_begin.acquire()
             try:
                 connection, _ = self._listener.accept()
-                threading.Thread(
-                    target=self._shake_hands, args=(connection,), name="gradwire-handshake", daemon=True
-                ).start()
+                if not self._may_begin.acquire(blocking=False):
+                    connection.close()
+                    continue
+                try:
+                    threading.Thread(
+                        target=self._shake_hands, args=(connection,), name="gradwire-handshake", daemon=True
+                    ).start()
+                except RuntimeError:
+                    self._may_begin.release()
+                    raise
                 is_failing = False
             except (OSError, RuntimeError) as error:
                 # There is no descriptor or thread left. Clients that wait here fall back to gRPC meanwhile.
-                self._may_begin.release()
                 if connection is not None:
                     connection.close()
                 if not is_failing and not self._closed.is_set():

@@ -30,6 +30,7 @@ class InProcessLink(Session):
         for end, connection in zip(ends, socket.socketpair(), strict=True):
             end.peer_codecs = frozenset(settings.codecs)
             end.attach(SocketStream(connection, end._on_cut, is_accepted=end is ends[1]))
+            end.handle(most_requests=0)
         return ends
 
     def _on_cut(self, stream: SocketStream, reason: str) -> None:

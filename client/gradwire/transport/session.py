@@ -278,7 +278,10 @@ class Session(Link):
     # -- the stream
 
     def attach(self, stream: GrpcStream | SocketStream) -> None:
-        """Continues over a new stream, or over a socket. Raises OSError if the system has no descriptor left."""
+        """Continues over a new stream, or over a socket. Raises OSError if the system has no descriptor left.
+
+        `handle` must follow, while no lock is held: what has arrived meanwhile may end the session.
+        """
         with self._lock:
             previous, self._stream = self._stream, None
             self._has_socket = False
@@ -299,7 +302,6 @@ class Session(Link):
                 self._wake()
         if previous is not None:
             previous.close()
-        self.handle(most_requests=0)
 
     def detach(self, stream: GrpcStream | SocketStream) -> bool:
         """Detaches a stream that broke, or the socket that it led to. Returns whether it was in use."""
@@ -322,7 +324,7 @@ class Session(Link):
                     stream.is_asleep = not stream.was_attached
                     return b"" if stream.is_asleep else None
                 data = self._native.take_output()
-                events = self._native.take_events()
+                events = self._take_events()
                 if not data and not events:
                     stream.is_asleep = self._ended is None
                     return b"" if stream.is_asleep else None
@@ -389,6 +391,8 @@ class Session(Link):
     def _take_events(self, handle: int = 0, most_requests: int = _ALL) -> list[native.Event]:
         """What has happened, for `_handle_events`. The lock is held."""
         self._wake()
+        if not self._has_socket:
+            most_requests = _ALL  # there may be no thread of the event loop, to which the rest is left
         events = self._native.take_events(handle, most_requests)
         for event in events:
             if event.kind == native.REQUEST:

@@ -166,6 +166,10 @@ class SessionAcceptor:
             for kind, listener in listeners.items():
                 listener.forget(tokens[kind])
 
+    def listen_directly(self) -> bool:
+        """Listens for direct sockets now, not when the first client wants one. Returns whether that succeeded."""
+        return bool(self._listeners_for(link_pb2.Hello(direct=True)))
+
     def _listeners_for(self, hello: link_pb2.Hello) -> dict[str, SocketListener]:
         """Those whose sockets a client may be offered, by the name of the offer in Welcome."""
         wanted: dict[str, Callable[[], SocketListener | None]] = {}
@@ -197,6 +201,7 @@ class SessionAcceptor:
             handshake.accept(connection)
             accepted.session.attach(stream)
             accepted.is_attached = True
+        accepted.session.handle(most_requests=0)
 
     def _join(
         self, hello: link_pb2.Hello, address: str, *, has_choice: bool
@@ -226,6 +231,7 @@ class SessionAcceptor:
                 accepted.attempt, accepted.is_attached, accepted.lease = hello.attempt, False, None
             if not has_choice:
                 self._attach_stream(accepted)
+        accepted.session.handle(most_requests=0)
         if not resumed:
             accepted.session.when_ended(lambda _: self._forget(accepted))
             self._on_open(accepted.session)
