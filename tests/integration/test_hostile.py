@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import math
+import os
 import queue
 import random
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +25,7 @@ from tests.conftest import Workers
 import gradwire as gw
 import gradwire_server as gws
 from gradwire.proto.v1 import autograd_pb2, link_pb2, tensor_pb2, value_pb2
-from gradwire.transport import frames
+from gradwire.transport import frames, native
 from gradwire_server.serving import acceptor
 
 SECONDS = 20.0
@@ -29,43 +36,101 @@ Code = link_pb2.Error
 
 
 class RawLink:
-    """The frames of a link, written by hand."""
+    """The frames of a link, written by hand: over the stream, or over a socket that the worker offers."""
 
-    def __init__(
-        self, address: str, hello: bytes | None = None, role: int = link_pb2.Hello.ROLE_CONTROL
-    ) -> None:
+    def __init__(self, address: str, hello: bytes | None = None, kind: str = "grpc") -> None:
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        self._kind = kind
+        self._host = address.rpartition(":")[0]
         self._channel = grpc.insecure_channel(address, options=options)
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
+        self._to_stream: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._socket: socket.socket | None = None
+        self._writer = threading.Thread(target=self._write, daemon=True)
         open_stream: Any = self._channel.stream_stream(LINK)
-        self._call = open_stream(iter(self._outgoing.get, None), timeout=SECONDS)
-        self._incoming = self._parsed()
-        self.send(hello_frame(role=role) if hello is None else hello)
+        self._call = open_stream(iter(self._to_stream.get, None), timeout=SECONDS)
+        self._incoming = self._from_stream()
+        wanted = hello_frame(same_host=kind == "unix", direct=kind == "tcp")
+        self.send_to_stream(frames.envelope(wanted) if hello is None else hello)
+        self.offer = link_pb2.Welcome()
 
-    def send(self, data: bytes | Frame) -> None:
-        self._outgoing.put(frames.envelope(data) if isinstance(data, Frame) else data)
+    def welcome(self) -> RawLink:
+        """Also takes the socket, if the link is to go over one."""
+        frame = next(self.receive())
+        assert frame.WhichOneof("kind") == "welcome", frame
+        self.offer = frame.welcome
+        if self._kind != "grpc":
+            self._socket = self.redeem()
+            assert self._socket.recv(1) == b"\x01"
+            self._incoming = self._from_socket(self._socket)
+        self._writer.start()
+        return self
 
-    def _parsed(self) -> Iterator[Frame]:
+    def redeem(self, more: bytes = b"") -> socket.socket:
+        """Connects to the socket that was offered, and sends its token, and more with it."""
+        if self.offer.HasField("same_host"):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(SECONDS)
+            connection.connect(f"\0{self.offer.same_host.socket}")
+            connection.sendall(self.offer.same_host.token + more)
+        else:
+            connection = socket.create_connection((self._host, self.offer.direct.port), SECONDS)
+            connection.sendall(self.offer.direct.token + more)
+        return connection
+
+    def send(self, data: Sent) -> None:
+        """On a thread of its own: a worker that has had enough does not read the rest."""
+        self._outgoing.put(data)
+
+    def send_to_stream(self, data: bytes) -> None:
+        self._to_stream.put(data)
+
+    def _write(self) -> None:
+        for data in iter(self._outgoing.get, None):
+            encoded, descriptors = frames.envelope(data) if isinstance(data, Frame) else data, ()
+            if isinstance(encoded, WithDescriptors):
+                encoded, descriptors = encoded.data, encoded.descriptors
+            if self._socket is None:
+                assert not descriptors
+                self._to_stream.put(encoded)
+                continue
+            try:
+                if descriptors:
+                    socket.send_fds(self._socket, [encoded], [*descriptors])
+                else:
+                    self._socket.sendall(encoded)
+            except OSError:
+                return  # the worker has closed it
+
+    def _from_stream(self) -> Iterator[Frame]:
         for data in self._call:
             yield from frames.parse(data)
+
+    def _from_socket(self, connection: socket.socket) -> Iterator[Frame]:
+        """Envelopes follow one another without anything between them, and each is a list of frames."""
+        with connection.makefile("rb") as stream:
+            while stream.read(1):
+                size = shift = 0
+                while (byte := stream.read(1)[0]) & 0x80:
+                    size |= (byte & 0x7F) << shift
+                    shift += 7
+                yield Frame.FromString(stream.read(size | byte << shift))
 
     def receive(self) -> Iterator[Frame]:
         """The frames that come. Several may come at once: whoever asks next goes on where this one stops."""
         return self._incoming
 
-    def welcome(self) -> RawLink:
-        assert next(self.receive()).WhichOneof("kind") == "welcome"
-        return self
-
     def farewell(self) -> link_pb2.Error:
-        """The error with which the other end says goodbye."""
+        """The error with which the other end says goodbye. Nothing may follow."""
         for frame in self.receive():
             if frame.WhichOneof("kind") == "goodbye":
+                assert list(self.receive()) == []
                 return frame.goodbye.error
         raise AssertionError("the stream ended without a goodbye")
 
     def respond(self) -> link_pb2.Response:
         for frame in self.receive():
+            assert frame.WhichOneof("kind") != "goodbye", frame
             if frame.WhichOneof("kind") == "response":
                 return frame.response
         raise AssertionError("the stream ended without a response")
@@ -75,17 +140,35 @@ class RawLink:
 
     def __exit__(self, *_: object) -> None:
         self._outgoing.put(None)
+        if self._socket is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._writer.ident is not None:
+            self._writer.join(SECONDS)
+        if self._socket is not None:
+            self._incoming.close()  # type: ignore[attr-defined]
+            self._socket.close()
+        self._to_stream.put(None)
         self._call.cancel()
         self._channel.close()
 
 
+@dataclass(frozen=True)
+class WithDescriptors:
+    """Bytes, and descriptors that are passed with the first of them."""
+
+    data: bytes
+    descriptors: Sequence[int]
+
+
+Sent = bytes | Frame | WithDescriptors
+
+
 def hello_frame(**changes: Any) -> Frame:
     fields = {
-        "protocol": 1,
+        "protocol": 2,
         "peer": random.getrandbits(63) + 1,
         "session": random.getrandbits(63) + 1,
         "name": "hostile",
-        "role": link_pb2.Hello.ROLE_CONTROL,
         "attempt": 1,
     }
     return Frame(hello=link_pb2.Hello(**{**fields, **changes}))
@@ -97,10 +180,47 @@ def request(
     return Frame(request=link_pb2.Request(id=id, method=method, body=body, **more))  # type: ignore[arg-type]
 
 
-def chunk(transfer: int, offset: int, total: int, data: bytes) -> Frame:
-    return Frame(
-        transfer_chunk=link_pb2.TransferChunk(transfer=transfer, offset=offset, total=total, data=data)
-    )
+def ping(id: int, **more: Any) -> Frame:
+    return request(id, b"", link_pb2.METHOD_PING, **more)
+
+
+def chunk(message: int, data: bytes, *, of_response: bool = False) -> Frame:
+    return Frame(chunk=link_pb2.Chunk(message=message, of_response=of_response, data=data))
+
+
+def cancel(id: int) -> Frame:
+    return Frame(cancel=link_pb2.Cancel(id=id))
+
+
+def acknowledge(*ids: int) -> Frame:
+    return Frame(acknowledge=link_pb2.Acknowledge(ids=ids))
+
+
+def placed(segment: int, size: int, message: int = 1, *, of_response: bool = False) -> Frame:
+    return Frame(placed=link_pb2.Placed(segment=segment, size=size, message=message, of_response=of_response))
+
+
+def together(*sent: Frame) -> bytes:
+    """In one write."""
+    return b"".join(map(frames.envelope, sent))
+
+
+def varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*encoded, number])
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of bytes, as protobuf writes it."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def raw(kind: str, content: bytes) -> bytes:
+    """An Envelope with one frame, whose message is given as bytes."""
+    return field(1, field(Frame.DESCRIPTOR.fields_by_name[kind].number, content))
 
 
 def call(tensor: tensor_pb2.Tensor | None = None, storage: tensor_pb2.Storage | None = None) -> bytes:
@@ -114,14 +234,10 @@ def call(tensor: tensor_pb2.Tensor | None = None, storage: tensor_pb2.Storage | 
 
 def nested(levels: int) -> bytes:
     """A list in a list in a list ..., written by hand: protobuf's own code would refuse to."""
-
-    def field(tag: bytes, content: bytes) -> bytes:
-        return tag + frames._varint(len(content)) + content
-
     value = b"\x18\x02"
     for _ in range(levels):
-        value = field(b"\x4a", field(b"\x0a", value))  # Value.list, List.items
-    return field(b"\x0a", b"echo") + field(b"\x12", value)
+        value = field(9, field(1, value))  # Value.list, List.items
+    return field(1, b"echo") + field(2, value)
 
 
 def attachment(size: int = 16) -> bytes:
@@ -140,30 +256,170 @@ def set_of_one_hash(count: int) -> bytes:
 F32 = tensor_pb2.DTYPE_FLOAT32
 Tensor, Storage = tensor_pb2.Tensor, tensor_pb2.Storage
 
+
+def segment_file(size: int = 1 << 17, seals: int | None = None) -> int:
+    """Shared memory as a sender of attachments makes it."""
+    descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    all_seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, all_seals if seals is None else seals)
+    return descriptor
+
+
+SEGMENT, UNSEALED, MAY_GROW = (
+    segment_file(),
+    segment_file(seals=0),
+    segment_file(seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL),
+)
+NULL = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+
+
+def segment(id: int = 1, size: int = 1 << 17, descriptor: int = SEGMENT) -> WithDescriptors:
+    return WithDescriptors(frames.envelope(Frame(segment=link_pb2.Segment(id=id, size=size))), [descriptor])
+
+
+def returned(*segments: int) -> Frame:
+    return Frame(returned=link_pb2.Returned(segments=segments))
+
+
+def freed(*segments: int) -> Frame:
+    return Frame(freed=link_pb2.Freed(segments=segments))
+
+
+Breaks = dict[str, tuple[Sequence[Sent], str]]
+
 # What ends the whole link: (frames after the welcome, part of the farewell).
-BREAKS: dict[str, tuple[list[bytes | Frame], str]] = {
-    "no protobuf": ([b"\xff\xff\xff"], "no gradwire Envelope"),
-    "a cut off envelope": ([frames.envelope(request())[:-1]], "no gradwire Envelope"),
-    "deep garbage": ([b"\x0a\x7f" * 10_000], "no gradwire Envelope"),
-    "an empty frame": ([Frame()], "unexpected frame"),
-    "a second hello": ([hello_frame()], "unexpected frame: hello"),
-    "a welcome": ([Frame(welcome=link_pb2.Welcome())], "unexpected frame: welcome"),
-    "a chunk beyond its total": ([chunk(1, 0, 4, b"12345")], "bytes 0 to 5 arrived after 0 of 4"),
-    "a chunk with a gap": ([chunk(1, 0, 9, b"1"), chunk(1, 5, 9, b"1")], "bytes 5 to 6 arrived after 1 of 9"),
-    "a chunk without a beginning": ([chunk(1, 5, 9, b"1")], "lacks its first 5 bytes"),
-    "an empty chunk": ([chunk(1, 0, 9, b"")], "bytes 0 to 0 arrived"),
-    "an absurd total": ([chunk(1, 0, 1 << 60, b"1")], "exceed the limit"),
-    "an offset at the end of numbers": (
-        [chunk(1, 0, 9, b"1"), chunk(1, (1 << 64) - 1, 9, b"12")],
-        "arrived after",
+BREAKS: Breaks = {
+    "no protobuf": ([b"\xff\xff\xff"], "something that is no Frame"),
+    "a cut off envelope": ([frames.envelope(request())[:-1], ping(2)], "something that is no Frame"),
+    "deep garbage": ([b"\x0a\x7f" * 10_000], "a field is longer than its message"),
+    "an empty frame": ([Frame()], "of an unknown kind"),
+    "a second hello": ([hello_frame()], "of an unknown kind"),
+    "a welcome": ([Frame(welcome=link_pb2.Welcome())], "of an unknown kind"),
+    "two frames in one": (
+        [field(1, field(6, cancel(1).cancel.SerializeToString()) * 2)],
+        "two frames in one",
     ),
-    "a transfer named twice": ([request(transfers=[1, 1])], "named as an attachment twice"),
-    "a transfer in two requests": ([request(1, transfers=[1]), request(2, transfers=[1])], "twice"),
-    "an id that comes twice": ([request(5, b"", 5), request(5, b"", 5)], "request 5 arrived after request 5"),
-    "ids that go back": ([request(5, b"", 5), request(4, b"", 5)], "request 4 arrived after request 5"),
-    "id 0": ([request(0)], "request 0 arrived after request 0"),
-    "too large a frame": ([request(1, bytes(70 << 20))], "exceeds the limit"),
+    "a number without end": ([b"\x0a" + b"\xff" * 11], "a number of more than 10 bytes"),
+    "a number that is cut off": ([raw("cancel", b"\x08\xff")], "it ends within a number"),
+    "an id of another type": ([raw("request", field(1, b"1"))], "a field of another type than it has"),
+    "a field of an unknown type": ([raw("request", b"\x0f")], "a field of an unknown type"),
+    "a field without a number": ([raw("request", b"\x00\x00")], "a field without a number"),
+    "more bytes than were announced": (
+        [request(attachments=[4]), chunk(1, b"12345")],
+        "more bytes than the message announced",
+    ),
+    "more bytes than were announced, in pieces": (
+        [request(attachments=[1, 1, 2]), chunk(1, b"123"), chunk(1, b"45")],
+        "more bytes than the message announced",
+    ),
+    "a chunk that is larger than its message by far": (
+        [
+            request(attachments=[4]),
+            b"\x0a" + varint((1 << 60) + 12) + b"\x6a" + varint((1 << 60) + 2),
+            b"\x08\x01\x1a" + varint((1 << 60) - 10),
+        ],
+        "more bytes than the message announced",
+    ),
+    "an absurd attachment": ([request(attachments=[1 << 60])], "a message exceeds the limit"),
+    "sizes beyond all numbers": (
+        [request(attachments=[(1 << 63) + 1, (1 << 63) + 1])],
+        "a message exceeds the limit",
+    ),
+    "too many attachments": ([request(attachments=[0] * 65537)], "more than 65536 attachments"),
+    "far too many attachments": (
+        [raw("request", b"\x08\x01" + field(6, bytes(16 << 20)))],
+        "too many numbers",
+    ),
+    "an id that comes twice": (
+        [request(5, attachments=[1]), request(5, attachments=[1])],
+        "a request that arrives twice at once",
+    ),
+    "id 0": ([request(0)], "a request without an id"),
+    "too large a frame": ([request(1, bytes(70 << 20))], "a frame of 73400"),
+    "too large a body": ([request(1, bytes((64 << 20) + 1))], "a message body of 67108865 bytes exceeds"),
+    "a frame that says it is too large": ([b"\x0a" + varint(1 << 60) + b"\x1a"], "exceeds the limit"),
+    "a response to nothing": (
+        [Frame(response=link_pb2.Response(id=77, body=b"for nobody"))],
+        "a response to a request that was not sent",
+    ),
+    "a response to nothing, with attachments": (
+        [Frame(response=link_pb2.Response(id=78, attachments=[1, 2], body=b"for nobody"))],
+        "a response to a request that was not sent",
+    ),
+    "a response without an outcome": (
+        [Frame(response=link_pb2.Response(id=77))],
+        "a response without an outcome",
+    ),
+    "an acknowledgement of a response that was not sent": (
+        [together(cancel(1), acknowledge(1))],
+        "an acknowledgement of a response that was not sent",
+    ),
+    "a goodbye that is no error": ([raw("goodbye", field(1, b"\xff"))], "could not be handled"),
 }
+
+# The same, of what only goes through shared memory.
+NOT_SHARED: Breaks = {
+    f"{name} without shared memory": ([frame], "a frame about shared memory, where there is none")
+    for name, frame in {
+        "a segment": Frame(segment=link_pb2.Segment(id=1, size=1 << 17)),
+        "something placed": placed(1, 16),
+        "a segment returned": returned(1),
+        "a segment freed": freed(1),
+    }.items()
+}
+
+SHARED: Breaks = {
+    "a segment without a descriptor": (
+        [Frame(segment=link_pb2.Segment(id=1, size=1 << 17))],
+        "without its descriptor",
+    ),
+    "a segment that may shrink": ([segment(descriptor=UNSEALED)], "is not 131072 bytes of sealed memory"),
+    "a segment that may grow": ([segment(descriptor=MAY_GROW)], "is not 131072 bytes of sealed memory"),
+    "a segment that is no memory": ([segment(descriptor=NULL)], "is not 131072 bytes of sealed memory"),
+    "a segment shorter than it says": ([segment(size=1 << 30)], "is not 1073741824 bytes of sealed memory"),
+    "a segment longer than it says": ([segment(size=1)], "is not 1 bytes of sealed memory"),
+    "a segment without a size": ([segment(size=0)], "is not 0 bytes of sealed memory"),
+    "a segment that is known": ([segment(), segment()], "is one too many, or known already"),
+    "more descriptors than frames can have": (
+        [WithDescriptors(frames.envelope(cancel(1)), [NULL] * 200)],
+        "too many descriptors at once",
+    ),
+    "something placed nowhere": ([placed(7, 16)], "does not fit in segment 7"),
+    "something placed beyond its segment": (
+        [segment(), request(attachments=[(1 << 17) + 1]), placed(1, (1 << 17) + 1)],
+        "an attachment of 131073 bytes does not fit in segment 1",
+    ),
+    "nothing placed": (
+        [segment(), request(attachments=[0, 1]), placed(1, 0)],
+        "an attachment of 0 bytes does not fit in segment 1",
+    ),
+    "something placed of another size": (
+        [segment(), request(attachments=[16, 16]), placed(1, 32)],
+        "an attachment of another size than the message announced",
+    ),
+    "something placed into the middle of an attachment": (
+        [segment(), request(attachments=[16, 16]), chunk(1, b"1"), placed(1, 16)],
+        "an attachment begins before the one before it is complete",
+    ),
+    "something placed where something else is": (
+        [segment(), request(attachments=[16, 16, 16]), placed(1, 16), placed(1, 16)],
+        "segment 1 was filled while it was in use",
+    ),
+    "a segment freed that is in use": (
+        [segment(), request(attachments=[16, 16]), placed(1, 16), freed(1)],
+        "segment 1 was freed, but is in use",
+    ),
+    "a segment freed twice": ([segment(), freed(1), freed(1)], "segment 1 was freed, but is in use, or not"),
+    "a segment returned that was not sent": ([returned(1)], "segment 1 was returned, but is not in use"),
+}
+
+KINDS: dict[str, Breaks] = {
+    "grpc": {**BREAKS, **NOT_SHARED},
+    "tcp": {**BREAKS, **NOT_SHARED},
+    "unix": {**BREAKS, **SHARED},
+}
+"""What a link may go over, and what breaks it there."""
 
 # What fails one request: (body, attachments, code).
 FAILS: dict[str, tuple[bytes, list[bytes], Code.Code]] = {
@@ -200,6 +456,7 @@ FAILS: dict[str, tuple[bytes, list[bytes], Code.Code]] = {
     "an attachment that is not there": (attachment(), [], Code.CODE_MALFORMED),
     "an attachment shorter than it says": (attachment(), [bytes(8)], Code.CODE_MALFORMED),
     "an attachment longer than it says": (attachment(), [bytes(32)], Code.CODE_MALFORMED),
+    "an attachment of nothing": (attachment(), [b""], Code.CODE_MALFORMED),
     "a storage without end": (attachment(1 << 60), [bytes(8)], Code.CODE_MALFORMED),
     "a set of integers of one hash": (set_of_one_hash(60_000), [], Code.CODE_MALFORMED),
     "no function": (b"", [], Code.CODE_UNKNOWN_FUNCTION),
@@ -207,54 +464,54 @@ FAILS: dict[str, tuple[bytes, list[bytes], Code.Code]] = {
 
 HELLOS: dict[str, tuple[bytes, str]] = {
     "no protobuf": (b"\xff\xff", "no gradwire Envelope"),
+    "a cut off envelope": (frames.envelope(hello_frame())[:-1], "no gradwire Envelope"),
     "nothing": (b"", "must start with Hello"),
     "a request": (frames.envelope(request()), "must start with Hello"),
-    "two frames": (frames.envelope(hello_frame()) * 2, "must start with Hello"),
+    "a chunk": (frames.envelope(chunk(1, b"1")), "must start with Hello"),
+    "two frames": (together(hello_frame(), hello_frame()), "must start with Hello"),
     "another protocol": (
         frames.envelope(hello_frame(protocol=99)),
-        "protocol 99 is not spoken here, only 1 and 2",
+        "protocol 99 is not spoken here, only 2",
+    ),
+    "the protocol before": (
+        frames.envelope(hello_frame(protocol=1)),
+        "protocol 1 is not spoken here, only 2",
     ),
     "no peer": (frames.envelope(hello_frame(peer=0)), "must name a peer"),
     "no session": (frames.envelope(hello_frame(session=0)), "must name a peer"),
-    "no role": (frames.envelope(hello_frame(role=0)), "must name a peer"),
-    "a role from the future": (frames.envelope(hello_frame(role=9)), "must name a peer"),
-    "bulk without control": (
-        frames.envelope(hello_frame(role=link_pb2.Hello.ROLE_BULK)),
-        "a session that is not open",
-    ),
 }
 
 
-def break_link(address: str, name: str) -> None:
-    sent, complaint = BREAKS[name]
-    with RawLink(address).welcome() as link:
+def break_link(address: str, kind: str, name: str) -> None:
+    sent, complaint = KINDS[kind][name]
+    with RawLink(address, kind=kind).welcome() as link:
         for data in sent:
             link.send(data)
         assert complaint in link.farewell().message
 
 
-def fail_request(address: str, name: str) -> None:
+def fail_request(address: str, kind: str, name: str) -> None:
     body, attachments, code = FAILS[name]
-    with RawLink(address).welcome() as link:
-        for id, content in enumerate(attachments, 1):
-            link.send(chunk(id, 0, len(content), content))
-        link.send(request(1, body, transfers=range(1, len(attachments) + 1)))
+    with RawLink(address, kind=kind).welcome() as link:
+        link.send(request(1, body, attachments=map(len, attachments)))
+        for content in attachments:
+            link.send(chunk(1, content))
         response = link.respond()
         assert response.error.code == code, response
         assert response.error.message
         # The link goes on.
-        link.send(request(2, b"", link_pb2.METHOD_PING))
+        link.send(ping(2))
         assert link.respond().id == 2
 
 
-def refuse_hello(address: str, name: str) -> None:
+def refuse_hello(address: str, kind: str, name: str) -> None:
     hello, complaint = HELLOS[name]
-    with RawLink(address, hello) as link:
+    with RawLink(address, hello, kind) as link:
         error = link.farewell()
         assert complaint in error.message
 
 
-def fail_unary(address: str, name: str) -> None:
+def fail_unary(address: str, kind: str, name: str) -> None:
     body = FAILS[name][0]
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(FORWARD)(body, timeout=SECONDS)
@@ -263,37 +520,59 @@ def fail_unary(address: str, name: str) -> None:
     assert caught.value.details()
 
 
-ATTACKS: list[tuple[Callable[[str, str], None], str]] = [
-    *((break_link, name) for name in BREAKS),
-    *((fail_request, name) for name in FAILS),
-    *((refuse_hello, name) for name in HELLOS),
-    *((fail_unary, name) for name in FAILS),
+ATTACKS: list[tuple[Callable[[str, str, str], None], str, str]] = [
+    *((break_link, kind, name) for kind, breaks in KINDS.items() for name in breaks),
+    *((fail_request, kind, name) for kind in KINDS for name in FAILS),
+    *((refuse_hello, "grpc", name) for name in HELLOS),
+    *((fail_unary, "grpc", name) for name in FAILS),
 ]
 
 
-@pytest.mark.parametrize(("attack", "name"), ATTACKS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("attack", "kind", "name"), ATTACKS, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_a_clear_error_and_others_notice_nothing(
-    workers: Workers, attack: Callable[[str, str], None], name: str
+    workers: Workers, attack: Callable[[str, str, str], None], kind: str, name: str
 ) -> None:
+    event = f"{attack.__name__} {kind} {name}"
     with gw.connect(workers.a) as bystander:
         link, process = bystander._link, bystander.process()
-        waiting = bystander.call_async("happened", f"{attack.__name__} {name}")
-        attack(workers.a, name)
-        bystander.signal(f"{attack.__name__} {name}")
+        waiting = bystander.call_async("happened", event)
+        attack(workers.a, kind, name)
+        bystander.signal(event)
         assert waiting.result(SECONDS) is True
         assert bystander._link is link
         assert bystander.process() == process
 
 
 @pytest.fixture
-def worker() -> Iterator[gws.Worker]:
+def counted() -> list[int]:
+    """One for each call of the worker's `count`."""
+    return []
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    """What the worker's `wait` waits for."""
+    return threading.Event()
+
+
+@pytest.fixture
+def worker(counted: list[int], gate: threading.Event) -> Iterator[gws.Worker]:
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
     def echo(x: object) -> object:
         return x
 
-    with gws.Worker(double, echo, lease=0.1) as worker:
+    def count() -> int:
+        counted.append(1)
+        return len(counted)
+
+    def wait() -> None:
+        assert gate.wait(SECONDS)
+
+    with gws.Worker(double, echo, count, wait, lease=0.1) as worker:
         yield worker
 
 
@@ -304,53 +583,209 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def readers() -> int:
-    return sum(thread.name.startswith("gradwire-read") for thread in threading.enumerate())
+def wait_until_nothing_is_kept(worker: gws.Worker) -> None:
+    """Of clients, but for one's lease."""
+    eventually(lambda: worker._acceptor._accepted == {})
+    eventually(lambda: worker._acceptor._readers == set())
+    eventually(lambda: worker._acceptor._budget.used == 0)
+    eventually(lambda: worker._scheduler.unfinished == 0)
+
+
+def statistics(worker: gws.Worker) -> dict[str, int]:
+    """Those of its only session."""
+    (session,) = worker._acceptor.sessions
+    with session._lock:
+        return session._native.statistics()
+
+
+def mapped_segments() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:hostile")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_nothing_is_kept_of_hostile_clients(worker: gws.Worker) -> None:
-    for attack, name in ATTACKS:
-        attack(worker.address, name)
-    eventually(lambda: worker._acceptor._accepted == {})
-    eventually(lambda: readers() == 0)
-    assert worker._scheduler.unfinished == 0
+    ATTACKS[0][0](worker.address, *ATTACKS[0][1:])
+    wait_until_nothing_is_kept(worker)
+    for attack, kind, name in ATTACKS:
+        attack(worker.address, kind, name)
+    wait_until_nothing_is_kept(worker)
+    eventually(lambda: mapped_segments() == 0)
     with gw.connect(worker.address) as handle:
         assert handle.double(21) == 42
 
 
-def test_a_client_that_vanishes_amid_a_transfer_is_forgotten(worker: gws.Worker) -> None:
-    with RawLink(worker.address).welcome() as link:
-        link.send(chunk(1, 0, 1 << 30, bytes(1 << 20)))
-        link.send(request(1, attachment(1 << 30), transfers=[1, 2]))
-        eventually(lambda: held(worker) == 1 << 20)
-    eventually(lambda: worker._acceptor._accepted == {})
-    eventually(lambda: readers() == 0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_vanishes_amid_a_transfer_is_forgotten(worker: gws.Worker, kind: str) -> None:
+    with RawLink(worker.address, kind=kind).welcome() as link:
+        link.send(request(1, attachment(1 << 30), attachments=[1 << 30, 1]))
+        link.send(chunk(1, bytes(1 << 20)))
+        eventually(lambda: statistics(worker)["arrived_bytes"] == 1 << 20)
+        assert worker._acceptor._budget.used == (1 << 30) + 1
+    wait_until_nothing_is_kept(worker)
 
 
-def held(worker: gws.Worker) -> int:
-    return sum(accepted.streams.reassembler.held for accepted in worker._acceptor._accepted.values())
+def test_a_client_that_vanishes_with_its_segment_in_use_is_forgotten(worker: gws.Worker) -> None:
+    with RawLink(worker.address, kind="unix").welcome() as link:
+        link.send(segment())
+        link.send(request(1, attachment(1 << 17), attachments=[1 << 17, 1]))
+        link.send(placed(1, 1 << 17))
+        eventually(lambda: statistics(worker)["arrived_bytes"] == 1 << 17)
+        assert mapped_segments() == 1
+    wait_until_nothing_is_kept(worker)
+    eventually(lambda: mapped_segments() == 0)
 
 
-def test_thousands_of_early_cancellations_cost_nothing(worker: gws.Worker) -> None:
-    with RawLink(worker.address).welcome() as link:
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_early_cancellations_cost_nothing(
+    worker: gws.Worker, kind: str, counted: list[int]
+) -> None:
+    count = autograd_pb2.ForwardWithAutogradRequest(function="count").SerializeToString()
+    with RawLink(worker.address, kind=kind).welcome() as link:
         for id in range(1, 5001):
-            link.send(Frame(cancel=link_pb2.Cancel(id=id)))
+            link.send(cancel(id))
         for id in range(1, 5001):
-            link.send(request(id, attachment(), transfers=[id]))  # never run, and never waited for
-        link.send(request(5001, b"", link_pb2.METHOD_PING))
+            link.send(request(id, count, attachments=[16]))  # never run, and never waited for
+        link.send(ping(5001))
+        for id in range(1, 5001):
+            response = link.respond()
+            assert (response.id, response.error.code) == (id, Code.CODE_CANCELLED)
         assert link.respond().id == 5001
-        (accepted,) = worker._acceptor._accepted.values()
-        reassembler = accepted.streams.reassembler
-        assert reassembler.held == 0
-        assert reassembler._cancelled == reassembler._unwanted == set()
+        assert statistics(worker)["arrived_bytes"] == statistics(worker)["quota_bytes"] == 0
+        for id in range(1, 5002):
+            link.send(acknowledge(id))
+        eventually(lambda: statistics(worker)["inbound_calls"] == 0)
+        eventually(lambda: worker._acceptor.sessions[0]._inbound == {})
+    assert counted == []
 
 
-def test_cancellations_without_end_end_the_link(worker: gws.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.transport.reassembly.Reassembler.MAX_EXPECTED", 100)
+@pytest.mark.parametrize("frame", [cancel, ping], ids=["cancellations", "requests"])
+def test_responses_that_are_never_acknowledged_end_the_link(
+    worker: gws.Worker, monkeypatch: pytest.MonkeyPatch, frame: Callable[[int], Frame]
+) -> None:
+    monkeypatch.setattr(native, "Session", partial(native.Session, max_inbound_calls=100))
     with RawLink(worker.address).welcome() as link:
         for id in range(1, 200):
-            link.send(Frame(cancel=link_pb2.Cancel(id=id)))
-        assert link.farewell().code == Code.CODE_RESOURCE_EXHAUSTED
+            link.send(frame(id))
+        error = link.farewell()
+        assert error.code == Code.CODE_PROTOCOL
+        assert "more than 100 requests whose responses were not acknowledged" in error.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_comes_again_runs_once(worker: gws.Worker, kind: str, counted: list[int]) -> None:
+    again = request(7, autograd_pb2.ForwardWithAutogradRequest(function="count").SerializeToString())
+    with RawLink(worker.address, kind=kind).welcome() as link:
+        link.send(together(again, again))
+        assert link.respond().id == 7
+        link.send(again)
+        link.send(acknowledge(7))
+        link.send(again)
+        link.send(ping(6))  # taken for one that was responded to
+        link.send(ping(8))
+        assert link.respond().id == 8
+    assert counted == [1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_no_message_are_skipped(worker: gws.Worker, kind: str) -> None:
+    with RawLink(worker.address, kind=kind).welcome() as link:
+        link.send(chunk(99, bytes(1 << 20)))
+        link.send(chunk(1, b"before its request"))
+        link.send(chunk(1, b"of a response", of_response=True))
+        link.send(chunk(1, b""))
+        link.send(chunk((1 << 64) - 1, b"1"))
+        link.send(request(1, attachment(), attachments=[16]))
+        link.send(chunk(2, bytes(16)))
+        link.send(chunk(1, bytes(16), of_response=True))
+        link.send(ping(2))
+        assert link.respond().id == 2
+        assert statistics(worker)["arrived_bytes"] == 0
+        link.send(chunk(1, bytes(16)))
+        response = link.respond()
+        assert (response.id, response.WhichOneof("outcome")) == (1, "body"), response
+        link.send(chunk(1, bytes(16)))  # it has them all
+        link.send(ping(3))
+        assert link.respond().id == 3
+
+
+def test_what_is_placed_for_no_message_is_given_back(worker: gws.Worker) -> None:
+    with RawLink(worker.address, kind="unix").welcome() as link:
+        link.send(segment())
+        for of_response in (False, True):
+            link.send(placed(1, 16, 99, of_response=of_response))
+            link.send(ping(1 + of_response))
+            kinds = [(frame.WhichOneof("kind"), frame) for frame in itertools.islice(link.receive(), 2)]
+            (news,) = [frame for kind, frame in kinds if kind == "returned"]
+            assert news.returned.segments == [1]
+        link.send(freed(1))
+        eventually(lambda: mapped_segments() == 0)
+
+
+@pytest.mark.parametrize("seconds", [math.inf, -math.inf, math.nan, -1.0, 1e300, 1e18, 1e10])
+def test_a_timeout_that_is_none_is_no_timeout(worker: gws.Worker, seconds: float) -> None:
+    with RawLink(worker.address).welcome() as link:
+        link.send(request(1, call(), timeout_seconds=seconds))
+        response = link.respond()
+        assert (response.id, response.WhichOneof("outcome")) == (1, "body"), response
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_after_a_socket_was_taken_nothing_else_is_read(
+    worker: gws.Worker, kind: str, counted: list[int]
+) -> None:
+    count = autograd_pb2.ForwardWithAutogradRequest(function="count").SerializeToString()
+    with RawLink(worker.address, kind=kind).welcome() as link:
+        link.send_to_stream(frames.envelope(request(1, count)))
+        link.send_to_stream(b"\xff\xff\xff")
+        with link.redeem() as again:  # the token was good once
+            assert again.recv(1) == b""
+        link.send(ping(1))
+        assert link.respond().id == 1
+    assert counted == []
+
+
+@pytest.mark.parametrize("more", [b"\xff\xff\xff", frames.goodbye()], ids=["garbage", "a goodbye"])
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_session_that_ends_while_the_socket_is_taken_harms_no_other(
+    worker: gws.Worker, kind: str, more: bytes
+) -> None:
+    hello = {"same_host": kind == "unix", "direct": kind == "tcp"}
+    for _ in range(50):
+        with RawLink(worker.address, frames.envelope(hello_frame(**hello))).welcome() as link:
+            with link.redeem(more) as connection:
+                assert connection.recv(1) == b"\x01"
+    with gw.connect(worker.address) as handle:
+        assert handle.double(21) == 42
+    wait_until_nothing_is_kept(worker)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_after_the_stream_was_taken_no_socket_is_given(worker: gws.Worker, kind: str) -> None:
+    hello = hello_frame(same_host=kind == "unix", direct=kind == "tcp")
+    with RawLink(worker.address, frames.envelope(hello)).welcome() as link:
+        assert link.offer.HasField("same_host" if kind == "unix" else "direct")
+        link.send(frames.NOTHING)
+        link.send(ping(1))
+        assert link.respond().id == 1
+        with link.redeem() as late:
+            assert late.recv(1) == b""
+        link.send(ping(2))
+        assert link.respond().id == 2
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_client_that_never_chooses_is_forgotten(worker: gws.Worker, kind: str) -> None:
+    hello = hello_frame(same_host=kind == "unix", direct=kind == "tcp")
+    with RawLink(worker.address, frames.envelope(hello)).welcome() as link:
+        (session,) = worker._acceptor.sessions
+        assert not session.connected
+    eventually(lambda: all(not listener._offers for listener in worker._acceptor._listeners.values()))
+    with link.redeem() as late:  # its offer ends with the stream
+        assert late.recv(1) == b""
+    wait_until_nothing_is_kept(worker)
 
 
 def test_a_stream_that_says_nothing_is_cut_off(worker: gws.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,16 +804,34 @@ def test_a_stream_that_says_nothing_is_cut_off(worker: gws.Worker, monkeypatch: 
         never.put(None)
 
 
-def test_replies_acknowledgements_and_cancels_out_of_nowhere_are_ignored(worker: gws.Worker) -> None:
-    with RawLink(worker.address).welcome() as link:
-        link.send(Frame(response=link_pb2.Response(id=77, body=b"for nobody")))
-        link.send(Frame(response=link_pb2.Response(id=78, transfers=[1, 2], body=b"for nobody")))
-        link.send(Frame(acknowledge=link_pb2.Acknowledge(ids=[1, 2, 1 << 63])))
-        link.send(request(1, b"", link_pb2.METHOD_PING))
+@pytest.mark.parametrize("kind", KINDS)
+def test_acknowledgements_and_cancels_out_of_nowhere_are_ignored(worker: gws.Worker, kind: str) -> None:
+    with RawLink(worker.address, kind=kind).welcome() as link:
+        link.send(acknowledge(1, 2, 1 << 63))
+        link.send(acknowledge())
+        link.send(ping(1))
         assert link.respond().id == 1
-        link.send(Frame(cancel=link_pb2.Cancel(id=1)))
+        link.send(cancel(0))
+        link.send(cancel(1))
+        link.send(acknowledge(1, 1))
+        link.send(cancel(1))
         link.send(request(2, b"", 77))
         assert link.respond().error.code == Code.CODE_PROTOCOL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_acknowledgement_of_what_is_being_served_does_not_end_it(
+    worker: gws.Worker, kind: str, gate: threading.Event
+) -> None:
+    wait = autograd_pb2.ForwardWithAutogradRequest(function="wait").SerializeToString()
+    with RawLink(worker.address, kind=kind).welcome() as link:
+        link.send(request(1, wait))
+        link.send(acknowledge(1))
+        link.send(ping(2))
+        assert link.respond().id == 2
+        gate.set()
+        response = link.respond()
+        assert (response.id, response.WhichOneof("outcome")) == (1, "body"), response
 
 
 def test_a_name_that_is_no_name_is_made_one(worker: gws.Worker) -> None:
@@ -397,28 +850,37 @@ def test_an_attempt_that_was_superseded_is_refused(worker: gws.Worker) -> None:
             assert "superseded" in older.farewell().message
 
 
-def test_random_bytes_do_no_harm(worker: gws.Worker) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_bytes_do_no_harm(worker: gws.Worker, kind: str) -> None:
     generator = random.Random(0)
     valid = [
         frames.envelope(frame)
         for frame in (
             request(1, call()),
-            request(2, attachment(), transfers=[1]),
-            chunk(1, 0, 16, bytes(16)),
-            Frame(cancel=link_pb2.Cancel(id=2)),
-            Frame(acknowledge=link_pb2.Acknowledge(ids=[1])),
+            request(2, attachment(), attachments=[16]),
+            chunk(2, bytes(16)),
+            cancel(2),
+            acknowledge(1),
+            request(3, attachment(), attachments=[16]),
+            placed(1, 16, 3),
+            returned(1),
+            freed(1),
+            Frame(response=link_pb2.Response(id=1, body=b"", attachments=[16])),
         )
     ]
     for _ in range(100):
-        with RawLink(worker.address).welcome() as link:
-            for data in itertools.islice(itertools.cycle(valid), 5):
+        with RawLink(worker.address, kind=kind).welcome() as link:
+            if kind == "unix":
+                link.send(segment())
+            for data in generator.sample(valid, 5):
                 mutated = bytearray(data)
                 for _ in range(generator.randrange(3)):
                     mutated[generator.randrange(len(mutated))] = generator.randrange(256)
                 link.send(bytes(mutated))
     with gw.connect(worker.address) as handle:
         assert handle.double(21) == 42
-    eventually(lambda: worker._acceptor._accepted == {})
+    wait_until_nothing_is_kept(worker)
+    eventually(lambda: mapped_segments() == 0)
 
 
 def test_values_that_lie_about_their_type_are_refused(worker: gws.Worker) -> None:
