@@ -22,7 +22,6 @@ import gradwire_server as gws
 from gradwire import wire
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.transport import frames
-from gradwire.transport.memory_budget import Quota
 from gradwire_server.serving.limits import HoldLimits
 from gradwire_server.serving.scheduler import QueueLimits
 
@@ -105,12 +104,9 @@ class Ignorant:
         table, (attachment,) = encoder.finish()
         message.tensors.CopyFrom(table)
         self._asked += 1
-        self._link.send(request(self._asked, message.SerializeToString(), transfers=[self._asked]))
-        self._link.send(chunk(self._asked, 0, size, bytes(attachment.view[:sent])))
+        self._link.send(request(self._asked, message.SerializeToString(), attachments=[size]))
+        self._link.send(chunk(self._asked, bytes(attachment.view[:sent])))
         return self._asked
-
-    def send(self, frame: link_pb2.Frame) -> None:
-        self._link.send(frame)
 
     def cancel(self, asked: int) -> None:
         self._link.send(link_pb2.Frame(cancel=link_pb2.Cancel(id=asked)))
@@ -230,6 +226,8 @@ def test_bytes_that_never_come(settings: dict[str, int]) -> None:
                 assert response.id == asked
                 check_refusal(response, "bytes of large requests")
             ignorant.cancel(stalled)
+            (response,) = ignorant.answers(1)
+            assert (response.id, response.error.code) == (stalled, Code.CODE_CANCELLED)
             other.ask_large("size_of", 3 * MB, sent=1000)
             if not is_for_all:
                 # Another's are another's.
@@ -250,8 +248,8 @@ def test_sizes_that_are_only_said_take_no_memory() -> None:
         with gw.connect(worker.address) as handle:
             before = handle.inspect().resident_bytes
             with Ignorant(worker.address) as ignorant:
-                for transfer in range(1, count + 1):
-                    ignorant.send(chunk(transfer, 0, declared, b"x"))
+                for _ in range(count):
+                    ignorant.ask_large("size_of", declared, sent=1)
                 ignorant.send_request("scaled", 1)
                 assert ignorant.answers(1)[0].WhichOneof("outcome") == "body"  # behind the chunks
                 assert handle.inspect().resident_bytes - before < declared * count / 5
@@ -260,17 +258,14 @@ def test_sizes_that_are_only_said_take_no_memory() -> None:
 
 
 @pytest.mark.parametrize("settings", IN_FLIGHT, ids=["client", "all"])
-def test_a_client_that_keeps_to_its_window_is_never_refused(
-    settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = []
-    monkeypatch.setattr(Quota, "refusal", lambda self: refused.append(self))
+def test_a_client_that_keeps_to_its_window_is_never_refused(settings: dict[str, int]) -> None:
     with serving(Gate(), threads=2, **settings) as worker, gw.connect(worker.address) as handle:
         # Some fit in together, one is more than all of it, and some come in several pieces.
         sizes = [3 * MB, 1 * MB, 1 * MB, 9 * MB, 100_000, 2 * MB] * 5
         futures = [handle.call_async("size_of", torch.zeros(size, dtype=torch.uint8)) for size in sizes]
         assert [future.result(60) for future in futures] == sizes
-    assert refused == []
+        statistics = handle._link._native.statistics()
+        assert statistics["calls"] == statistics["retries"] == 0
 
 
 def test_what_a_call_waits_for_is_never_kept_back() -> None:

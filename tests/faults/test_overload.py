@@ -19,14 +19,12 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE, Daemon
 
 import gradwire as gw
-import gradwire.transport.retry_queue
+import gradwire.transport.session
 import gradwire_server as gws
 from gradwire.api.workers import RemoteWorker
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.transport import LinkSettings
-from gradwire.transport.calls import OutboundCall
-from gradwire.transport.window import Window
 
 SERVED = """
 import time
@@ -226,22 +224,17 @@ def _can(action: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("elements", [25_000, 500_000], ids=["within the message", "beside it"])
-def test_large_calls_are_kept_back_while_too_many_bytes_are_in_flight(
-    launch: Launch, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admitted: list[bool] = []
-    admits = Window.admits
-
-    def noted(window: Window, asked: OutboundCall) -> bool:
-        admitted.append(admits(window, asked))
-        return admitted[-1]
-
-    monkeypatch.setattr(Window, "admits", noted)
+def test_large_calls_are_kept_back_while_too_many_bytes_are_in_flight(launch: Launch, elements: int) -> None:
     daemon = launch(HOLDING, "--max-bytes-in-flight", str(elements * 8))
     with gw.connect(daemon.address) as worker:
         x = torch.ones(elements)
-        futures = [worker.call_async("total", x) for _ in range(30)]
-        assert False in admitted
+        futures, kept_back = [], []
+        for _ in range(30):
+            futures.append(worker.call_async("total", x))
+            statistics = worker._link._native.statistics()
+            kept_back.append(statistics["kept_back"])
+            assert 0 <= statistics["bytes_in_window"] <= elements * 8
+        assert max(kept_back) > 0
         cancelled = futures.pop()
         assert cancelled.cancel()
         # Small ones pass by.
@@ -284,11 +277,13 @@ class Busy:
                     call.result(DEADLINE)
 
 
-def call_once(worker: RemoteWorker, function: str) -> None:
+def call_once(address: str, function: str) -> None:
     """Calls a function that has no time limit, but is not tried again when it is refused."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradwire.transport.retry_queue, "_PATIENCE_SECONDS", 0.0)
-        worker.call(function)
+        patch.setattr(gradwire.transport.session, "_PATIENCE_SECONDS", 0.0)
+        # A handle with settings of its own has a link of its own.
+        with gw.connect(address, lost_after=9.0) as worker:
+            worker.call(function)
 
 
 def test_a_call_that_finds_no_room_in_its_time_says_so() -> None:
@@ -298,9 +293,8 @@ def test_a_call_that_finds_no_room_in_its_time_says_so() -> None:
 
 
 def test_a_refusal_says_that_nothing_ran_and_may_be_tried_again() -> None:
-    with Busy().running() as address, gw.connect(address) as worker:
-        with pytest.raises(gw.ResourceExhausted) as caught:
-            call_once(worker, "occupy")
+    with Busy().running() as address, pytest.raises(gw.ResourceExhausted) as caught:
+        call_once(address, "occupy")
     assert caught.value.not_started
     assert caught.value.retryable
 
@@ -311,7 +305,7 @@ def test_a_refusal_further_on_does_not_make_a_function_run_twice() -> None:
     def relay(address: str) -> None:
         runs.append(address)
         if len(runs) == 1:
-            call_once(gw.connect(address), "occupy")
+            call_once(address, "occupy")
 
     with (
         Busy().running() as address,
@@ -347,7 +341,7 @@ def test_retries_of_grpc_do_not_make_a_function_run_twice() -> None:
 
     def relay(address: str) -> None:
         runs.append(address)
-        call_once(gw.connect(address), "occupy")
+        call_once(address, "occupy")
 
     with Busy().running() as address, gws.Worker(relay, name="relay") as worker:
         request = autograd_pb2.ForwardWithAutogradRequest(function="relay")

@@ -17,7 +17,7 @@ from tests.soak.journal import Journal
 from tests.soak.load import Load, Place
 
 from gradwire.peers.current import reset_default_peer
-from gradwire.transport.retry_queue import RetryQueue
+from gradwire.transport import Session
 
 __all__ = ["FINISH_SECONDS", "Orders", "run_client"]
 
@@ -52,7 +52,7 @@ def run_client(orders: Orders) -> None:
     journal = Journal(orders.journal)
     tokens = itertools.count(orders.number * _TOKENS_PER_CLIENT)
     end = time.monotonic() + orders.seconds
-    refusals = _count_refusals()
+    retries = _count_retries()
     with orders.stacks.open("w") as stacks:
         faulthandler.dump_traceback_later(orders.seconds + FINISH_SECONDS, exit=True, file=stacks)
         threads = [
@@ -68,7 +68,7 @@ def run_client(orders: Orders) -> None:
         # Processes of multiprocessing run no exit handlers, which would say goodbye.
         reset_default_peer()
         faulthandler.cancel_dump_traceback_later()
-    journal.end(**{"refused and asked again, by clients that ended well": next(refusals)})
+    journal.end(**{"refused and asked again, by clients that ended well": sum(retries)})
 
 
 def _work(orders: Orders, journal: Journal, seed: str, tokens: itertools.count[int], end: float) -> None:
@@ -89,16 +89,15 @@ def _work(orders: Orders, journal: Journal, seed: str, tokens: itertools.count[i
         journal.violation(type(error).__name__, f"client {orders.number}: {traceback.format_exc()}")
 
 
-def _count_refusals() -> itertools.count[int]:
-    """Counts the calls that a worker had no room for, which the library hides from its user."""
-    counter = itertools.count()
-    schedule = RetryQueue.schedule
+def _count_retries() -> list[int]:
+    """How many calls a worker had no room for, which the library hides from its user: of each link that has
+    ended."""
+    counts: list[int] = []
+    make = Session.__init__
 
-    def counting(self: RetryQueue, *args: Any) -> bool:
-        taken = schedule(self, *args)
-        if taken:
-            next(counter)
-        return taken
+    def making(self: Session, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.when_ended(lambda _: counts.append(self._native.statistics()["retries"]))
 
-    RetryQueue.schedule = counting  # type: ignore[method-assign, assignment]
-    return counter
+    Session.__init__ = making  # type: ignore[method-assign]
+    return counts
