@@ -13,7 +13,8 @@ from tests.autograd.comparing import Both
 
 import gradwire as gw
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport.session import Session
+from gradwire.transport import Session, native
+from gradwire.transport import session as session_module
 
 Leaf = Callable[..., torch.Tensor]
 
@@ -26,19 +27,19 @@ CLEANUP = link_pb2.METHOD_CLEANUP_CONTEXT
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """The questions that this process asked and was asked, by method."""
     counted: Counter[int] = Counter()
-    send_request, handle = Session.send_request, Session._handle
+    send_request = Session.send_request
+    on_request = session_module._HANDLERS[native.REQUEST]
 
     def counting_ask(self: Session, method: int, *args: object, **kwargs: object) -> object:
         counted[method] += 1
         return send_request(self, method, *args, **kwargs)  # type: ignore[arg-type]
 
-    def counting_handle(self: Session, served: object) -> None:
-        if served is not None:
-            counted[served.method] += 1  # type: ignore[attr-defined]
-        handle(self, served)  # type: ignore[arg-type]
+    def counting_on_request(self: Session, event: native.Event) -> None:
+        counted[event.method] += 1
+        on_request(self, event)
 
     monkeypatch.setattr(Session, "send_request", counting_ask)
-    monkeypatch.setattr(Session, "_handle", counting_handle)
+    monkeypatch.setitem(session_module._HANDLERS, native.REQUEST, counting_on_request)
     return counted
 
 

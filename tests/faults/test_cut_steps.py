@@ -64,7 +64,7 @@ def test_a_link_that_has_ended_by_the_commit_is_opened_anew(
         sum(model(torch.ones(1, 2)).sum() for model in models).backward()  # type: ignore[union-attr]
 
         def end_then_commit(step: DistributedStep) -> None:
-            handles[1]._link._end(gw.WorkerLost("cut"), None)
+            handles[1]._link.abort(gw.WorkerLost("cut"))
             if gave_up:
                 for prepared in far._objects.live_optimizers():
                     prepared.abort(step._ticket)

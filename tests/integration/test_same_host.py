@@ -6,9 +6,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.integration.conftest import Launch
 from tests.integration.daemons import DEADLINE
 
 import gradwire as gw
-from gradwire.transport import LocalListener, same_host
+from gradwire.transport import direct, handshake, same_host
 
 MIB = 1 << 20
 
@@ -153,43 +154,88 @@ def test_a_stopped_worker_is_lost_and_a_woken_one_is_found_again(launch: Launch)
     worker.close()
 
 
-def test_a_stranger_gets_nowhere() -> None:
-    accepted_purposes: list[object] = []
-    listener = LocalListener.open(
-        lambda purpose, connection: accepted_purposes.append((purpose, connection.close()))
-    )
+class Meeting:
+    """A listener, as a worker has one, and what it was offered for that has been accepted."""
+
+    def __init__(self, kind: str) -> None:
+        self.family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
+        self.purposes: list[object] = []
+        listen = same_host.listen if kind == "unix" else partial(direct.listen, "127.0.0.1:0")
+        listener = listen(self._on_handshake)
+        assert listener is not None
+        self.listener = listener
+
+    def _on_handshake(self, purpose: object, connection: socket.socket) -> None:
+        handshake.accept(connection)
+        self.purposes.append((purpose, connection.close()))
+
+    def new_token(self) -> bytes:
+        return self.listener.new_token("purpose")
+
+    def stranger(self) -> socket.socket:
+        """A connection on which nothing has been sent."""
+        connection = socket.socket(self.family)
+        connection.settimeout(DEADLINE)
+        connection.connect(self.listener.address)
+        return connection
+
+    def meet(self, token: bytes) -> bool:
+        """Whether whoever has the token gets a connection."""
+        connection = handshake.connect(self.family, self.listener.address, token, DEADLINE, target="x")
+        if connection is None:
+            return False
+        connection.close()
+        return True
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
+    meeting = Meeting(request.param)
+    yield meeting
+    meeting.listener.close()
+
+
+def test_a_stranger_gets_nowhere(meeting: Meeting) -> None:
+    token = meeting.new_token()
+    with meeting.stranger() as stranger:
+        stranger.sendall(bytes(len(token)))
+        assert stranger.recv(1) == b""
+    with meeting.stranger() as half:
+        half.sendall(token[:-1])
+        half.shutdown(socket.SHUT_WR)
+        assert half.recv(1) == b""
+    meeting.stranger().close()  # silent
+    assert meeting.purposes == []
+    assert meeting.meet(token)
+    wait_until(lambda: meeting.purposes == [("purpose", None)])
+    assert not meeting.meet(token)  # it is good once
+    withdrawn = meeting.new_token()
+    meeting.listener.forget(withdrawn)
+    assert not meeting.meet(withdrawn)
+    assert len(meeting.purposes) == 1
+
+
+def test_a_worker_that_refuses_a_handshake_closes_the_connection() -> None:
+    def refuse(purpose: object, connection: socket.socket) -> None:
+        raise ConnectionAbortedError("the client uses the stream")
+
+    listener = same_host.listen(refuse)
     assert listener is not None
     try:
-        offer = listener.offer("purpose", "unix:")
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(f"\0{offer.socket}")
-            stranger.sendall(bytes(len(offer.token)))
-            stranger.settimeout(DEADLINE)
-            assert stranger.recv(1) == b""
-        with socket.socket(socket.AF_UNIX) as silent:
-            silent.connect(f"\0{offer.socket}")
-        assert accepted_purposes == []
-        assert same_host.client_handshake(offer, "unix:x") is None  # closed without a word: no meeting
-        wait_until(lambda: accepted_purposes == [("purpose", None)])
-        assert same_host.client_handshake(offer, "unix:x") is None  # it is good once
-        assert len(accepted_purposes) == 1
+        offer = same_host.offer(listener, listener.new_token("purpose"), "unix:")
+        assert same_host.connect(offer, "unix:x", DEADLINE) is None
     finally:
         listener.close()
 
 
-def test_a_client_that_hung_up_before_the_handshake_is_refused() -> None:
-    accepted_purposes: list[object] = []
-    listener = LocalListener.open(lambda purpose, connection: accepted_purposes.append(purpose))
-    assert listener is not None
-    try:
-        client, accepted = socket.socketpair(socket.AF_UNIX)
-        client.sendall(listener.offer("purpose", "unix:").token)
-        client.close()
-        listener._handshake(accepted)
-        assert accepted.fileno() < 0
-        assert accepted_purposes == []
-    finally:
-        listener.close()
+def test_a_client_that_hung_up_before_the_handshake_is_refused(meeting: Meeting) -> None:
+    client, accepted = socket.socketpair(socket.AF_UNIX)
+    client.sendall(meeting.new_token())
+    client.close()
+    meeting.listener._may_begin.acquire()  # as whoever accepts does
+    meeting.listener._shake_hands(accepted)
+    assert accepted.fileno() < 0
+    assert meeting.purposes == []
 
 
 OUT_OF_DESCRIPTORS = """

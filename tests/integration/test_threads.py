@@ -25,6 +25,19 @@ def gradwire_threads() -> set[str]:
     }
 
 
+def of_event_loop(threads: set[str]) -> set[str]:
+    """Those that read the sockets that no caller reads."""
+    return {thread for thread in threads if thread.startswith("gradwire-event-loop ")}
+
+
+def assert_only_before(before: set[str]) -> None:
+    """That all threads that came later have ended. The event loop's are given time: they end when the last
+    socket has gone, and nobody waits for them."""
+    now = gradwire_threads()
+    assert now - of_event_loop(now) == before - of_event_loop(before)
+    eventually(lambda: gradwire_threads() == before)
+
+
 def eventually(condition: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + 20
     while not condition():
@@ -69,7 +82,7 @@ def test_a_worker_that_has_stopped_leaves_no_thread() -> None:
     assert [future.result() for future in [handle.call_async("abs", -1) for _ in range(20)]] == [1] * 20
     handle.close()
     worker.stop()
-    assert gradwire_threads() == before
+    assert_only_before(before)
 
 
 def test_a_worker_that_stops_first_leaves_no_thread_at_its_clients() -> None:
@@ -103,22 +116,44 @@ def test_a_link_that_is_closed_leaves_no_thread(workers: Workers) -> None:
     for _ in range(3):
         with gw.connect(workers.a) as worker:
             worker.double(1)
-        assert gradwire_threads() == before
+        assert_only_before(before)
 
 
 def test_clients_that_go_leave_no_thread_at_the_worker(workers: Workers) -> None:
     with gw.connect(workers.a) as watcher:
 
         def readers() -> int:
-            return sum(name.startswith(("gradwire-read", "gradwire-local")) for name in watcher.threads())
+            return sum(name.startswith("gradwire-read") for name in watcher.threads())
 
-        before = readers()  # the stream and the socket of this one, and those of the other worker
+        before = readers()  # of the stream of this one, and of that of the other worker
         # Handles with settings of their own have links of their own.
         others = [gw.connect(workers.a, lost_after=seconds) for seconds in (20, 21, 22)]
-        assert readers() == before + 2 * len(others)
+        assert readers() == before + len(others)
         for other in others:
             other.close()
         eventually(lambda: readers() == before)
+
+
+def test_sockets_that_go_leave_no_thread_that_reads_them() -> None:
+    with (
+        gws.Worker(abs) as worker,
+        gw.connect(worker.address, same_host=False, direct=False) as watcher,
+    ):
+        assert watcher.abs(-1) == 1
+        assert of_event_loop(gradwire_threads()) == set()
+        others = [
+            gw.connect(worker.address, same_host=same_host, lost_after=seconds)
+            for same_host in (True, False)
+            for seconds in (20, 21, 22)
+        ]
+        assert [other.abs(-1) for other in others] == [1] * 6
+        assert of_event_loop(gradwire_threads()) != set()
+        for other in others[:-1]:
+            other.close()
+        assert others[-1].abs(-1) == 1  # the last socket is still read
+        others[-1].close()
+        eventually(lambda: of_event_loop(gradwire_threads()) == set())
+        assert watcher.abs(-1) == 1
 
 
 def test_the_timers_thread_ends_when_there_is_nothing_to_wait_for() -> None:

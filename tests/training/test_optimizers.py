@@ -556,7 +556,7 @@ class TestLostAnswers:
         def lose(self: WorkerOptimizer, *args: Any) -> None:
             if is_made:
                 step(self, *args)
-            link._end(gw.WorkerLost("cut"), None)  # type: ignore[attr-defined]
+            link.abort(gw.WorkerLost("cut"))
             if not is_made:
                 assert wait_until(lambda: self._aborted_up_to >= 1)
                 step(self, *args)  # too late: its trainer has been told that it was not made
