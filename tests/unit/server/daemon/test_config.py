@@ -88,6 +88,8 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         max-held-bytes = "2GB"
         health = true
         same-host = false
+        direct = false
+        direct-bind = "0.0.0.0:50052"
         tune-malloc = false
         max-shared-bytes = "1GiB"
         reflection = false
@@ -123,6 +125,8 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "max_held_bytes": 2 * 10**9,
         "health": True,
         "same_host": False,
+        "direct": False,
+        "direct_bind": "0.0.0.0:50052",
         "tune_malloc": False,
         "max_shared_bytes": 1 << 30,
         "reflection": False,
