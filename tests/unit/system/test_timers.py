@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from tests.unit.transport.support import SECONDS, eventually
+from tests.unit.system.support import SECONDS, eventually
 
 from gradwire.system import timers
 from gradwire.system.timers import _Clock

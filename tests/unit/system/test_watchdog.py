@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.unit.transport.support import eventually
+from tests.unit.system.support import eventually
 
 from gradwire.system.watchdog import _Watchdog
 
