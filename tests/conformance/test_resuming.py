@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 from tests.conformance.ends import SECONDS, Ends, Memory, Peer, echo, opened, serving
@@ -210,9 +211,11 @@ def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_serve
         def respond(server_call: ServerCall) -> None:
             if server_call.request.body == bodies[0]:
                 # All have been read by now, or will be: they came in one write.
-                for descriptor in descriptors:
-                    with socket.socket(fileno=descriptor) as same:
+                while descriptors:
+                    with suppress(OSError), socket.socket(fileno=descriptors.pop()) as same:
                         same.shutdown(socket.SHUT_RDWR)
+            # Until then, threads of the event loop are busy, and requests that were read wait for one.
+            eventually(lambda: isinstance(ends.right._stream, GrpcStream))  # type: ignore[attr-defined]
             echo(server_call)
 
         ends.there.respond = respond
