@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,12 @@ class SegmentHandle:
 class GraphSegment:
     """The nodes that a walk found first. It lives as long as one of them does."""
 
-    __slots__ = ("below", "handle", "places", "references")
+    __slots__ = ("below", "handle", "places", "received")
 
     def __init__(self) -> None:
         # Weakly: the graph may lose a recv node, and then its message is to be released.
-        self.references: list[weakref.ref[ReceivedTensors]] = []
-        """To received tensors in it that depend on messages of other peers."""
+        self.received = weakref.WeakValueDictionary[AutogradMessageId, ReceivedTensors]()
+        """Received tensors in it that depend on messages of other peers."""
         self.below: dict[GraphSegment, None] = {}
         self.places: set[tuple[int, ContextId] | None] = set()
         """The peers and contexts that all came from which is in it or below; None for what a third peer has
@@ -54,15 +54,10 @@ class GraphSegment:
         """Of the first results that lead here, if results do."""
 
     @property
-    def received(self) -> Iterator[ReceivedTensors]:
-        """Those that still exist."""
-        return (received for reference in self.references if (received := reference()) is not None)
-
-    @property
     def stand_in(self) -> GraphSegment:
         """The segment below, if there is nothing else to it. Without this, a chain of T calls would be T
         segments long."""
-        if self.references or self.handle is not None or len(self.below) != 1:
+        if self.received or self.handle is not None or len(self.below) != 1:
             return self
         return next(iter(self.below))
 
@@ -95,7 +90,7 @@ class GraphSegments:
         """
         with self._lock:
             segment = self._walk(tensors)
-            is_shared = segment.below or any(received.source != own_call for received in segment.received)
+            is_shared = segment.below or set(segment.received) - {own_call}
             place = sent.peer, sent.context
             if not is_shared or sent.peer == self._peer or not segment.places <= {place}:
                 return self._messages(_reached_from(segment), sent.peer), [], None
@@ -126,7 +121,7 @@ class GraphSegments:
                     set_sequence_number(node, 1)
                 received: ReceivedTensors | None = metadata.get("gradwire.received")
                 if received is not None and received.is_live:
-                    segment.references.append(weakref.ref(received))
+                    segment.received[received.source] = received
                     place = (received.source.peer, received.context) if received.are_arguments else None
                     segment.places.add(place)
                 stack += [further for further, _ in node.next_functions if further is not None]
@@ -138,7 +133,7 @@ class GraphSegments:
     def _messages(self, segments: Iterable[GraphSegment], peer: int) -> list[AutogradMessageId]:
         """The messages in segments, as far as `peer` cannot find them by itself."""
         reached: dict[AutogradMessageId, None] = {}
-        for received in (received for segment in segments for received in segment.received):
+        for received in (one for segment in segments for one in segment.received.values()):
             if received.are_arguments:
                 reached[received.source] = None
             if not received.is_known_to(peer):

@@ -39,7 +39,10 @@ class RemoteGraphSegment:
         self.context = received.context
         self.builds_on = builds_on
         # Weakly: the worker says of each message by itself when nothing there refers to it any more.
-        self._arguments = [weakref.ref(sent) for sent in received.depends_on]
+        self.arguments = weakref.WeakValueDictionary[AutogradMessageId, SentArguments](
+            {sent.id: sent for sent in received.depends_on}
+        )
+        """Arguments that this peer sent, without those of the segments that this segment builds on."""
         self._token: tuple[int, torch.Tensor] | None = None
         # By arguments, too: where results are read in another order, what they build on is not known yet.
         behind: list[RemoteGraphSegment | SentArguments] = [*builds_on, *received.depends_on]
@@ -50,18 +53,13 @@ class RemoteGraphSegment:
         self.group.results[received.source] = received
 
     @property
-    def arguments(self) -> list[SentArguments]:
-        """Arguments that this peer sent, without those of the segments that this segment builds on."""
-        return [sent for reference in self._arguments if (sent := reference()) is not None]
-
-    @property
     def token(self) -> torch.Tensor:
         """One token for all that it depends on: without it each result would need one for every send node.
 
         It is another one once arguments are gone: their graph may be freed, so that a later backward through
         it would be an error.
         """
-        arguments = self.arguments
+        arguments = list(self.arguments.values())
         if self._token is None or self._token[0] != len(arguments):
             tokens = [*(sent.token for sent in arguments), *(below.token for below in self.builds_on)]
             with torch.enable_grad():
@@ -94,6 +92,6 @@ def arguments_behind(received: ReceivedTensors, passed: set[RemoteGraphSegment])
         segment = stack.pop()
         if segment not in passed:
             passed.add(segment)
-            arguments += segment.arguments
+            arguments += segment.arguments.values()
             stack += segment.builds_on
     return arguments
