@@ -187,8 +187,7 @@ class GraphTaskState:
 
     def send_alone(self, received: ReceivedTensors, gradients: Gradients) -> None:
         """Sends the gradients of one message, for a run of their own."""
-        to_send = GradientsToSend(received, [(received, gradients)])
-        self.send(to_send, arguments_behind(received, set()))
+        self.send(GradientsToSend([(received, gradients)]), arguments_behind(received, set()))
 
     def send(self, to_send: GradientsToSend, awaiting: Sequence[SentArguments] = ()) -> Propagation:
         """Sends gradients in one request, without waiting. The response may bring contributions to arguments
@@ -215,8 +214,6 @@ class GraphTaskState:
     def wait_for_requests(self) -> None:
         """Waits until all is done that follows from what ran so far."""
         self._flush()
-        for gathering in tuple(self._gatherings.values()):
-            gathering.wait()
         for propagation in self._sent:
             propagation.wait()
         self._sent.clear()

@@ -31,10 +31,9 @@ ResultGradients = tuple[ReceivedTensors, Gradients]
 
 @dataclass(slots=True)
 class GradientsToSend:
-    """Gradients for tensors of one peer, to be backpropagated in one run. In the plain case: one item."""
+    """Gradients for tensors of one peer and one context, to be backpropagated in one run. In the plain case:
+    one item."""
 
-    representative: ReceivedTensors
-    """Tensors that say where all of them came from, and in which context."""
     items: Sequence[ResultGradients]
     suspended: AutogradMessageId | None = None
     """Kept state: the suspended backward that they are part of."""
@@ -51,6 +50,7 @@ class Propagation:
         deliver: Callable[[Any], bool],
         read_for: Callable[[ResponseFuture], None],
         what: str,
+        suspended: AutogradMessageId | None = None,
     ) -> None:
         self._read_for = read_for
         self._future = future
@@ -58,8 +58,8 @@ class Propagation:
         self._is_delivered = False
         self._lock = threading.Lock()
         self.what = what
-        self.left_suspended = False
-        """Kept state: whether the peer has said that its backward waits for more gradients."""
+        self.suspended = suspended
+        """Kept state: the peer's suspended backward; None once the peer has said that it went to its end."""
 
     @property
     def is_settled(self) -> bool:
@@ -79,7 +79,8 @@ class Propagation:
         with self._lock:
             if self._deliver is not None:
                 deliver, self._deliver = self._deliver, None
-                self.left_suspended = deliver(self._future.result())
+                if not deliver(self._future.result()):
+                    self.suspended = None
                 self._is_delivered = True
 
     def _wait_for_failure(self) -> BaseException | None:
@@ -121,7 +122,7 @@ def send_gradients(
 
     `expect` is told before they leave: contributions from a third peer may be back before this returns.
     """
-    to = to_send.representative
+    to, _ = to_send.items[0]
     engine = to.engine
     link = engine.link_to(to)
     releases = engine.releases.to(link)
@@ -158,7 +159,7 @@ def send_gradients(
         if encoder.saved:
             link.count_saved(encoder.saved)
         cancel_with_caller(future)
-        propagation = Propagation(future, deliver, link.read_for, what)
+        propagation = Propagation(future, deliver, link.read_for, what, to_send.suspended)
         expect(propagation)
         link.send_request(
             link_pb2.METHOD_PROPAGATE_GRADIENTS,
@@ -178,7 +179,7 @@ def send_gradients(
 def _request_of(
     to_send: GradientsToSend, task: GraphTaskState, link: Link, encoder: wire.Encoder
 ) -> autograd_pb2.PropagateGradientsRequest:
-    to, run = to_send.representative, task.run
+    (to, _), run = to_send.items[0], task.run
     request = autograd_pb2.PropagateGradientsRequest(
         retain_graph=task.retain_graph or not all(received.is_freed for received, _ in to_send.items),
         create_graph=task.create_graph,

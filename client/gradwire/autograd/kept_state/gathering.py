@@ -42,37 +42,42 @@ class Gathering:
         self._last: Propagation | None = None
         """The last request."""
         self._lowest = 0
-        """The number of the earliest result in it."""
-        self._suspended: AutogradMessageId | None = None
-        """The worker's suspended backward: it waits for gradients of results before that one."""
+        """The number of the earliest result in it. A suspended backward waits for results before that one."""
 
     def add(self, received: ReceivedTensors, gradients: Gradients | None) -> None:
         """The recv node of a result ran; None if it got no gradients."""
         self._awaited.discard(received)
-        if self._suspended is not None and received.source.number >= self._lowest:
+        suspended = self._suspended
+        if suspended is not None and received.source.number >= self._lowest:
             if gradients is not None:  # it comes too late for the suspended backward
                 self._task.send_alone(received, gradients)
-        elif gradients is not None:
+        elif gradients is not None or suspended is not None:  # which need not wait for a result without
             self._task.await_contributions(arguments_behind(received, self._passed), self)
-            self._gathered.append((received, gradients))
-        elif self._suspended is not None:
-            self._gathered.append((received, [None] * received.arity))  # it need not be waited for
+            self._gathered.append((received, gradients or [None] * received.arity))
         if not self._awaited:
             self.flush()
+
+    @property
+    def _suspended(self) -> AutogradMessageId | None:
+        """The worker's suspended backward, as far as is known."""
+        return None if self._last is None else self._last.suspended
 
     def flush(self) -> None:
         """Sends what was gathered, after the response to the request before: one could overtake another."""
         if not self._gathered:
             return
-        self._take_response()
+        if self._last is not None:
+            self._last.wait()
         items, self._gathered = self._gathered, []
+        suspended = self._suspended
+        to_come: list[AutogradMessageId] = []
         self._lowest = min(received.source.number for received, _ in items)
-        # Only earlier results are announced: the worker goes from latest to earliest, so gradients that were
-        # sent never wait for missing ones.
-        to_come = [r.source for r in self._awaited if not self._suspended and r.source.number < self._lowest]
-        if to_come:
-            self._suspended = self._representative.engine.new_id()
-        self._last = self._task.send(GradientsToSend(self._representative, items, self._suspended, to_come))
+        if suspended is None:
+            # Only earlier results are announced: the worker goes from latest to earliest, so gradients that
+            # were sent never wait for missing ones.
+            to_come = [one.source for one in self._awaited if one.source.number < self._lowest]
+            suspended = self._representative.engine.new_id() if to_come else None
+        self._last = self._task.send(GradientsToSend(items, suspended, to_come))
 
     @property
     def is_settled(self) -> bool:
@@ -82,20 +87,17 @@ class Gathering:
     def wait(self) -> None:
         """Returns when the contributions of all that was gathered are with the sent arguments."""
         self.flush()
-        self._take_response()
-
-    def _take_response(self) -> None:
         if self._last is not None:
             self._last.wait()
-            if not self._last.left_suspended:
-                self._suspended = None  # the worker went through to the end
 
     def finish(self) -> None:
-        """At the end of the graph task: nothing more comes."""
-        if self._suspended is not None:
-            # Some results are inputs of torch.autograd.grad: the engine captures their gradients without
-            # running their nodes.
-            self._task.send(GradientsToSend(self._representative, [], self._suspended))
+        """At the end of the graph task: no gradients come for what is still awaited.
+
+        Those are inputs of torch.autograd.grad: the engine captures their gradients without running their
+        nodes.
+        """
+        for received in tuple(self._awaited):
+            self.add(received, None)
 
     def abandon(self) -> None:
         """The graph task failed: tells the worker to give up the suspended backward."""
