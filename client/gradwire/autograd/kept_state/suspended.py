@@ -44,16 +44,13 @@ class SuspendedBackward:
         self._run = run
         self._first_call = first_call
         """Cancelling it cancels what the backward requests of others."""
-        self._requests: SimpleQueue[tuple[Items, Future[None]] | None] = SimpleQueue()
-        """Gradients that the backward has not taken yet. None only wakes it up."""
+        self._requests: SimpleQueue[tuple[Items, Future[None]] | Cancelled] = SimpleQueue()
+        """Gradients that the backward has not taken yet, or why it is given up."""
         self._done: Future[None] = Future()
         """To be settled when all is done that follows from the gradients that it took last."""
-        self._gradients: dict[AutogradMessageId, Gradients] = {}
-        """Those that it took, until they are in the graph."""
         self._lowest = float("inf")
-        """The number of the earliest result among those that it took last. No gradients come any more for
-        results after it."""
-        self._given_up: str | None = None
+        """The number of the earliest result among those that it took last. Of this one and those after it,
+        all gradients have come that will."""
 
     def root(self, results: Sequence[SentResults]) -> torch.Tensor | None:
         """The root of a backward with a barrier for each result, latest first; None if it cannot be
@@ -64,7 +61,7 @@ class SuspendedBackward:
                 if sent.as_arguments is None:
                     return None
                 root = root + sent.as_arguments.token
-                root.grad_fn.register_prehook(partial(self._wait_for, sent))
+                root.grad_fn.register_prehook(partial(self._wait_for, sent.id.number))
                 set_sequence_number(root.grad_fn, 0)
         return root if _runs_on_one_thread(root) else None
 
@@ -90,16 +87,15 @@ class SuspendedBackward:
         return contributions, done.done()
 
     def give_up(self, why: str = "its requester cancelled it") -> None:
-        """The requester does not want the rest: the backward is cancelled at its next barrier."""
-        self._given_up = self._given_up or why
-        self._requests.put(None)
+        """The requester does not want the rest: the backward is cancelled when it waits next."""
+        self._requests.put(Cancelled(f"the suspended backward has ended: {why}"))
         self._first_call.cancel()
 
     # -- for the thread of the backward
 
-    def _wait_for(self, sent: SentResults, _: object) -> None:
+    def _wait_for(self, number: int, _: object) -> None:
         """What the barrier of a result does: waits until the gradient has come, or does not come any more."""
-        while self._given_up is None and sent.id not in self._gradients and sent.id.number <= self._lowest:
+        while number < self._lowest:
             current_task().wait_for_requests()
             self._run.check_fresh()
             if not self._done.done():
@@ -107,13 +103,6 @@ class SuspendedBackward:
             # Nothing is computed meanwhile, so others may change parameters.
             waiting(self._take_request)
             self._run.check_fresh()
-        if self._given_up is not None:
-            raise Cancelled(f"the suspended backward has ended: {self._given_up}")
-        gradients = self._gradients.pop(sent.id, None)
-        if gradients is not None and sent.as_arguments is not None:
-            task = current_task()
-            task.await_contributions([sent.as_arguments])
-            sent.as_arguments.put(task.id, gradients)
 
     def _take_request(self) -> None:
         try:
@@ -123,11 +112,17 @@ class SuspendedBackward:
             if link is None or link.ended is not None or self._run.engine.passes.is_over(self._run.pass_id):
                 self.give_up("its requester is gone, or the backward that it is part of is over")
             return
-        if request is not None:
-            items, self._done = request
-            self._gradients.update((sent.id, gradients) for sent, gradients in items)
-            self._run.checks += (sent.check_fresh for sent, _ in items if sent.check_fresh is not None)
-            self._lowest = min((sent.id.number for sent, _ in items), default=-1)
+        if isinstance(request, Cancelled):
+            raise request
+        items, self._done = request
+        self._lowest = min(sent.id.number for sent, _ in items)
+        task = current_task()
+        for sent, gradients in items:
+            if sent.check_fresh is not None:
+                self._run.checks.append(sent.check_fresh)
+            if sent.as_arguments is not None:
+                task.await_contributions([sent.as_arguments])
+                sent.as_arguments.put(task.id, gradients)
 
 
 def _runs_on_one_thread(root: torch.Tensor) -> bool:
