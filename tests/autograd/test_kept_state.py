@@ -377,6 +377,20 @@ def test_results_that_are_read_in_any_order(trio: Both, leaf: Leaf) -> None:
     trio.check_parameters()
 
 
+def test_results_that_are_read_in_inference_mode(trio: Both, leaf: Leaf) -> None:
+    """Their calls were recorded, and later results lead to the arguments of those calls."""
+    x, copy = leaf(), leaf()
+    for _ in range(STEPS):
+        future = trio.a.call_async("recur", x)
+        with torch.inference_mode():
+            future.result()
+        trio.oracle_call("a", "recur", copy)
+    trio.call("a", "recur", x).sum().backward()
+    trio.oracle_call("a", "recur", copy).sum().backward()
+    assert_close(x.grad, copy.grad, "x")
+    trio.check_parameters()
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> list[tuple[str, int, str, str, str]]:
     functions = [
