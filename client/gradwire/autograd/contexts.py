@@ -28,6 +28,7 @@ from gradwire.wire.ids import AutogradMessageId, ContextId
 
 if TYPE_CHECKING:
     from gradwire.autograd.kept_state.suspended import SuspendedBackward
+    from gradwire.autograd.releases import HandleReference
 
 __all__ = ["DistAutogradContainer", "DistAutogradContext"]
 
@@ -177,6 +178,9 @@ class DistAutogradContainer:
         self._segments: dict[AutogradMessageId, RemoteGraphSegment] = {}
         self.suspended: dict[AutogradMessageId, SuspendedBackward] = {}
         """Backwards that wait for gradients which are still to come."""
+        self.handles: weakref.WeakValueDictionary[AutogradMessageId, HandleReference]
+        self.handles = weakref.WeakValueDictionary()
+        """Segment handles that other peers were told of. `PeerReleases` keeps them, as long as its link."""
         self._ended: dict[ContextId, None] = {}
         self._requests: dict[ContextId, _Requests] = {}
         """Those that are being served, by id: most contexts come to be during their first request."""
@@ -261,8 +265,8 @@ class DistAutogradContainer:
 
     def keep_remote_segment(self, segment: RemoteGraphSegment) -> None:
         with self._lock:
-            self.get(segment.context).remote_segments.add(segment.source)
-            self._segments[segment.source] = segment
+            self.get(segment.context).remote_segments.add(segment.id)
+            self._segments[segment.id] = segment
 
     def remote_segments(
         self, ids: Sequence[AutogradMessageId], of: ReceivedTensors
@@ -271,7 +275,7 @@ class DistAutogradContainer:
         context: gradients go to different places, and at different times, for others."""
         with self._lock:
             found = [self._segments[id] for id in ids if id in self._segments]
-        return [one for one in found if (one.source.peer, one.context) == (of.source.peer, of.context)]
+        return [one for one in found if (one.id.peer, one.context) == (of.source.peer, of.context)]
 
     def arguments(self, id: AutogradMessageId) -> SentArguments | None:
         with self._lock:
@@ -311,6 +315,10 @@ class DistAutogradContainer:
                             context.remote_segments.discard(id)
         for given_up in filter(None, map(self.suspended.get, messages)):
             given_up.give_up()
+        for reference in filter(None, map(self.handles.get, messages)):
+            handle = reference()
+            if handle is not None:
+                handle.is_known = True
         if messages:
             self.hooks.when_released(messages)
         # Dropping the last reference runs destructors of whole graphs: not under the lock.
@@ -322,7 +330,7 @@ class DistAutogradContainer:
             every: list[SentArguments | SentResults] = [*self._arguments.values(), *self._results.values()]
             sent = [m.id for m in every if m.peer == peer and context in (None, m.context)]
             segments = self._segments.values()
-            sent += [s.source for s in segments if s.source.peer == peer and context in (None, s.context)]
+            sent += [s.id for s in segments if s.id.peer == peer and context in (None, s.context)]
         del every
         return self.release(sent)
 

@@ -36,19 +36,15 @@ def send_call(
     request.autograd.oldest_pass = engine.passes.oldest_of(context.peer)
     sent: SentArguments | None = None
     releases = engine.releases.to(link)
-    learned: Sequence[AutogradMessageId] = ()
     if torch.is_grad_enabled():
         # A peer's own ambient context ends with the peer, and others notice that by themselves.
         if context != engine.ambient:
             engine.container.get(context).known_workers.add(link)
         sent = send(engine, request.autograd, tensors, context, link)
-        learned = releases.take_learned()
     # Last, so that nothing which was taken can get lost before the undoing is arranged.
     released = releases.take()
-    if released or learned or sent is not None:
-        engine.releases.undo_if_failed(future, link, None if sent is None else sent.id, released, learned)
-    if learned:
-        request.autograd.received_handles.extend(message_protos(learned))
+    if released or sent is not None:
+        engine.releases.undo_if_failed(future, link, None if sent is None else sent.id, released)
     if released:
         request.released.extend(message_protos(released))
 
@@ -64,8 +60,6 @@ def receive_call(
     """Makes the arguments of a call part of the graph here. `compression` says how their gradients are sent
     back."""
     engine.passes.learn_oldest(metadata.context.peer, metadata.oldest_pass)
-    if metadata.received_handles and link is not None:
-        engine.releases.to(link).confirm(message_ids(metadata.received_handles))
     if not metadata.HasField("message") or not torch.is_grad_enabled():
         decoder.keep_requires_grad()
         return
@@ -140,7 +134,7 @@ def _describe_dependencies(
             engine.releases.to(link).offer(handle)
             sent.as_arguments = SentArguments(sent.id, sent.context, tensors, sent.peer)
             add_send(sent.as_arguments, tensors)
-            metadata.may_be_built_on = True
+            handle.id.write(metadata.segment_handle)
     metadata.depends_on.extend(message_protos(reached))
     metadata.builds_on.extend(message_protos(builds_on))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from gradwire.wire.ids import AutogradMessageId, message_ids, message_protos
 if TYPE_CHECKING:
     from gradwire.autograd.kept_state.graph_segments import SegmentHandle
 
-__all__ = ["PeerReleases", "Releases", "Response"]
+__all__ = ["HandleReference", "PeerReleases", "Releases", "Response"]
 
 _FLUSH_SECONDS = 1.0
 """After this time, releases that found no message to ride on are sent on their own."""
@@ -34,11 +34,11 @@ _MAX_IN_ONE_MESSAGE = 1000
 Response = autograd_pb2.ForwardWithAutogradResponse | autograd_pb2.PropagateGradientsResponse
 
 
-class _HandleReference(weakref.ref["SegmentHandle"]):
+class HandleReference(weakref.ref["SegmentHandle"]):
     """A weak reference to a segment handle that another peer was told of. Its callback is called when
     nothing on this peer refers to the handle any more."""
 
-    __slots__ = ("id",)
+    __slots__ = ("__weakref__", "id")
     id: AutogradMessageId
 
 
@@ -49,15 +49,12 @@ class PeerReleases:
     they do nothing but append.
     """
 
-    def __init__(self) -> None:
-        self._waiting: deque[AutogradMessageId | _HandleReference] = deque()
-        self._handles: dict[AutogradMessageId, _HandleReference] = {}
+    def __init__(self, all_handles: MutableMapping[AutogradMessageId, HandleReference]) -> None:
+        self._all_handles = all_handles
+        self._handles: dict[AutogradMessageId, HandleReference] = {}
+        self._waiting: deque[AutogradMessageId | HandleReference] = deque()
         self._discarded: deque[tuple[type[Any], bytes]] = deque()
-        self._learned: deque[AutogradMessageId] = deque()
         self.append = self._waiting.append
-        self.append_learned = self._learned.append
-        """Takes the ids of segment handles that came with results: the other peer is to be told that they are
-        known here."""
 
     def on_discarded(self, kind: type[Any]) -> Callable[[Payload], None]:
         """Takes responses of a kind that came after their future was cancelled or dropped."""
@@ -70,31 +67,18 @@ class PeerReleases:
         if not self._waiting:
             return []
         return [
-            self._forgotten(released) if isinstance(released, _HandleReference) else released
+            self._handles.pop(released.id).id if isinstance(released, HandleReference) else released
             for released in _taken(self._waiting)
         ]
-
-    def take_learned(self) -> list[AutogradMessageId]:
-        return _taken(self._learned) if self._learned else []
 
     def offer(self, handle: SegmentHandle) -> None:
         """Notes that the other peer is told of a segment handle. It is told again when nothing here refers to
         the handle any more."""
         # Not by a method: it would be called where graphs are destroyed, in the middle of C++ code that an
         # interpreter which shuts down must not leave.
-        reference = self._handles[handle.id] = _HandleReference(handle, self._waiting.append)
+        reference = self._handles[handle.id] = HandleReference(handle, self._waiting.append)
         reference.id = handle.id
-
-    def confirm(self, ids: Iterable[AutogradMessageId]) -> None:
-        """Notes that the other peer has received these segment handles."""
-        for id in ids:
-            handle = self._handles[id]() if id in self._handles else None
-            if handle is not None:
-                handle.is_known = True
-
-    def _forgotten(self, reference: _HandleReference) -> AutogradMessageId:
-        self._handles.pop(reference.id, None)
-        return reference.id
+        self._all_handles[handle.id] = reference
 
 
 _Item = TypeVar("_Item")
@@ -127,7 +111,7 @@ class Releases:
 
     def _new(self, link: Link) -> PeerReleases:
         call_later(_FLUSH_SECONDS, partial(self._flush, weakref.ref(link)))
-        return PeerReleases()
+        return PeerReleases(self._container.handles)
 
     def undo_if_failed(
         self,
@@ -135,13 +119,12 @@ class Releases:
         link: Link,
         sent: AutogradMessageId | None,
         released: Sequence[AutogradMessageId],
-        learned: Sequence[AutogradMessageId] = (),
     ) -> None:
         """Arranges what to undo if a request fails, since the other peer may never have seen it.
 
-        The arguments that it sent are released here. Its releases and confirmations are queued again;
-        repeating them is harmless. If the other peer kept something of the arguments before it failed, a
-        later backward through that is refused.
+        The arguments that it sent are released here. Its releases are queued again; repeating them is
+        harmless. If the other peer kept something of the arguments before it failed, a later backward through
+        that is refused.
         """
         # Weakly: a future keeps its callbacks, and would keep itself.
         settled = weakref.ref(future)
@@ -154,8 +137,6 @@ class Releases:
                     self._container.release([sent])
                 for id in released:
                     releases.append(id)
-                for id in learned:
-                    releases.append_learned(id)
 
         future.when_settled(undo)
 

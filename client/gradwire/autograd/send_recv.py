@@ -110,12 +110,13 @@ def receive(
         depends_on=[sent for sent in own if sent is not None],
         foreign=[id for id in depends_on if id.peer != engine.peer],
     )
-    if metadata.may_be_built_on:  # kept state
+    if metadata.HasField("segment_handle"):  # kept state
         builds_on = engine.container.remote_segments(message_ids(metadata.builds_on), received)
-        received.segment = RemoteGraphSegment(received, builds_on)
+        handle = AutogradMessageId.parse(metadata.segment_handle)
+        received.segment = RemoteGraphSegment(handle, received, builds_on)
         engine.container.keep_remote_segment(received.segment)
         if link is not None:
-            engine.releases.to(link).append_learned(received.source)
+            engine.releases.to(link).append(handle)  # so the worker may rely on it
     if not slots:
         return
     if are_arguments or received.foreign:

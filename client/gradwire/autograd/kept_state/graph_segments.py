@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gradwire.autograd.graph import edge_of, is_leaf_node
+from gradwire.autograd.passes import new_id
 from gradwire.autograd.records import ReceivedTensors, SentResults
 from gradwire.torch_internals import sequence_number, set_sequence_number
 from gradwire.wire.ids import AutogradMessageId, ContextId
@@ -26,15 +27,15 @@ __all__ = ["GraphSegments", "SegmentHandle"]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SegmentHandle:
-    """Results as the name of the part of the graph that they lead into, for results that are sent later.
+    """Names the part of the graph that results lead into, for results that are sent later.
 
-    Every segment of that part refers to the handle. When the last segment goes, the receiver of the results
-    is told to forget the handle. (So the handle is no segment itself: it would keep itself alive.)
+    Every segment of that part refers to the handle. When the last segment goes, the handle is released, so
+    that the receiver of the results forgets it. (So it is no segment itself: it would keep itself alive.)
     """
 
     id: AutogradMessageId
     is_known: bool = False
-    """Whether the receiver has said that it received the results."""
+    """Whether the receiver has released it: it says so when it has read the results that brought it."""
 
 
 class GraphSegment:
@@ -79,8 +80,8 @@ class GraphSegments:
     def dependencies_of_results(
         self, sent: SentResults, tensors: Sequence[torch.Tensor], own_call: AutogradMessageId | None
     ) -> tuple[list[AutogradMessageId], list[AutogradMessageId], SegmentHandle | None]:
-        """The messages that results depend on, earlier results that stand for more of them, and the handle by
-        which later results may name these.
+        """The messages that results depend on, handles of earlier results that stand for more of them, and
+        the handle by which later results may name these.
 
         There is a handle only if the peer itself sent every message, in one context, so that it can follow:
         gradients that are gathered for one context must not wait for those of another. Results that share
@@ -94,7 +95,7 @@ class GraphSegments:
             place = sent.peer, sent.context
             if not is_shared or sent.peer == self._peer or not segment.places <= {place}:
                 return self._messages(_reached_from(segment), sent.peer), [], None
-            handle = SegmentHandle(sent.id)
+            handle = SegmentHandle(new_id(self._peer))
             reached = _reached_from(segment, up_to_handles=True)
             earlier = {one.handle: None for one in reached if one.handle is not None}
             named = [one for one in reached if one.handle is None]

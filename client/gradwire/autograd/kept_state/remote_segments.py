@@ -34,8 +34,10 @@ class RemoteGraphSegment:
     Kept until the worker says that nothing there leads into that part any more.
     """
 
-    def __init__(self, received: ReceivedTensors, builds_on: Sequence[RemoteGraphSegment]) -> None:
-        self.source = received.source
+    def __init__(
+        self, id: AutogradMessageId, received: ReceivedTensors, builds_on: Sequence[RemoteGraphSegment]
+    ) -> None:
+        self.id = id
         self.context = received.context
         self.builds_on = builds_on
         # Weakly: the worker says of each message by itself when nothing there refers to it any more.

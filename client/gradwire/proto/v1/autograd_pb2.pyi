@@ -25,22 +25,20 @@ class AutogradMessageId(_message.Message):
     def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class AutogradMetadata(_message.Message):
-    __slots__ = ("context", "message", "depends_on", "oldest_pass", "received_handles", "builds_on", "may_be_built_on")
+    __slots__ = ("context", "message", "depends_on", "oldest_pass", "builds_on", "segment_handle")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     DEPENDS_ON_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PASS_FIELD_NUMBER: _ClassVar[int]
-    RECEIVED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     BUILDS_ON_FIELD_NUMBER: _ClassVar[int]
-    MAY_BE_BUILT_ON_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
     context: ContextId
     message: AutogradMessageId
     depends_on: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     oldest_pass: int
-    received_handles: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
     builds_on: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
-    may_be_built_on: bool
-    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ..., received_handles: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., builds_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., may_be_built_on: bool = ...) -> None: ...
+    segment_handle: AutogradMessageId
+    def __init__(self, context: _Optional[_Union[ContextId, _Mapping]] = ..., message: _Optional[_Union[AutogradMessageId, _Mapping]] = ..., depends_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., oldest_pass: _Optional[int] = ..., builds_on: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., segment_handle: _Optional[_Union[AutogradMessageId, _Mapping]] = ...) -> None: ...
 
 class Autocast(_message.Message):
     __slots__ = ("device_type", "enabled", "dtype")
