@@ -45,7 +45,6 @@ class DistAutogradContext:
         self.last_used = self.since
         self.arguments: set[AutogradMessageId] = set()
         self.results: set[AutogradMessageId] = set()
-        self.remote_segments: set[AutogradMessageId] = set()
         self.known_workers: weakref.WeakSet[Link] = weakref.WeakSet()
         """The links that calls of this context went over. The workers at their other ends hold a part of the
         context."""
@@ -265,7 +264,6 @@ class DistAutogradContainer:
 
     def keep_remote_segment(self, segment: RemoteGraphSegment) -> None:
         with self._lock:
-            self.get(segment.context).remote_segments.add(segment.id)
             self._segments[segment.id] = segment
 
     def remote_segments(
@@ -312,7 +310,6 @@ class DistAutogradContainer:
                         if context is not None:
                             context.arguments.discard(id)
                             context.results.discard(id)
-                            context.remote_segments.discard(id)
         for given_up in filter(None, map(self.suspended.get, messages)):
             given_up.give_up()
         for reference in filter(None, map(self.handles.get, messages)):
@@ -347,9 +344,8 @@ class DistAutogradContainer:
         """Drops a context with all its messages. A later use makes a new one."""
         with self._lock:
             context = self._contexts.pop(id, None)
-            messages = (
-                [] if context is None else [*context.arguments, *context.results, *context.remote_segments]
-            )
+            messages = [] if context is None else [*context.arguments, *context.results]
+            messages += [segment.id for segment in self._segments.values() if segment.context == id]
             released = [self._pop(message) for message in messages]
             if context is not None:
                 self.counts.add(id.peer, -1)
