@@ -235,8 +235,7 @@ class GraphTaskState:
         self.wait_for_requests()
         for gathering in tuple(self._gatherings.values()):
             gathering.finish()
-        for propagation in self._sent:
-            propagation.wait()
+        self.wait_for_requests()
 
     def _run_hooks(self, pass_id: AutogradMessageId) -> None:
         """Runs the hooks that wait for the end of the pass, if it ends with this task."""
