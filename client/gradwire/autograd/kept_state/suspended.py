@@ -70,9 +70,8 @@ class SuspendedBackward:
     def start(self, id: AutogradMessageId, backward: Callable[[], None]) -> None:
         """Runs the backward on a thread of its own, with the context variables of the caller."""
         self._end = DaemonThreads("gradwire-suspended").submit(contextvars.copy_context().run, backward)
-        going_on = self._run.engine.suspended
-        going_on[id] = self
-        self._end.add_done_callback(partial(going_on.pop, id))
+        self._run.engine.suspended[id] = self
+        self._end.add_done_callback(partial(self._run.engine.suspended.pop, id))
 
     def add(self, items: Items, server_call: ServerCall) -> tuple[Contributions, bool]:
         """Adds gradients, and returns when all that follows from them is done; without gradients, no more
