@@ -44,6 +44,14 @@ FOUND: dict[str, Program] = {
         Call(3, "c", "first_row", X, Operand(1), "p", "c"),
         Backward(4, "plain", (Operand(3),), (), retain_graph=True),
     ),
+    "the same where a suspended backward waits for other results": (
+        Call(0, "a", "server_call", X, Z, "p", "c"),
+        Call(1, "a", "server_call", X, X, "q", "c"),
+        Backward(2, "plain", (Operand(1),), (), retain_graph=False),
+        Call(3, "a", "recall", X, Operand(1), "q", "a"),
+        Call(4, "a", "server_call", Z, Operand(3), "p", "c"),
+        Backward(5, "plain", (Operand(4),), (), retain_graph=True),
+    ),
     "a sparse argument of a worker that calls another": (
         Local(0, "to sparse", X, X),
         Call(1, "a", "recur_here_and_at", X, Operand(0), "q", "c"),

@@ -46,6 +46,8 @@ class Gathering:
 
     def add(self, received: ReceivedTensors, gradients: Gradients | None) -> None:
         """The recv node of a result ran; None if it got no gradients."""
+        if gradients is None and received not in self._awaited:
+            return  # freed before, so that the worker has let go of it: nobody waits for it
         self._awaited.discard(received)
         suspended = self._suspended
         if suspended is not None and received.source.number >= self._lowest:
