@@ -305,6 +305,33 @@ def test_what_is_kept_over_many_steps(calls: int, trio: Both, leaf: Leaf) -> Non
         trio.check_parameters()
 
 
+@pytest.mark.parametrize("calls", [0, 1, 2, 1200])
+@pytest.mark.parametrize("lets_go", ["before", "in the same call"])
+@pytest.mark.parametrize("are_held", [False, True])
+def test_what_was_kept_beside_arguments_that_are_let_go(
+    are_held: bool, lets_go: str, calls: int, trio: Both, leaf: Leaf
+) -> None:
+    """What is left was found together with them, or builds on what was: as few or as many calls later as may
+    be. The graph behind them is freed, and no later backward goes through it."""
+
+    def compute(call: Call, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        results = [call("a", "in_slots", x * x, "gone", "", "")]
+        results.append(call("a", "in_slots", y, "0", "", "gone"))
+        for k in range(calls):
+            call("a", "in_slots", y, f"{k + 1}", f"{k}", f"{k}")
+        sum(result.sum() for result in results).backward()
+        if are_held:
+            held.append(results)
+        del results
+        if lets_go == "before":
+            call("a", "detach_kept", "gone")
+        result: torch.Tensor = call("a", "in_slots", y, "gone", "", f"{calls}")
+        return result.sum()
+
+    held: list[list[torch.Tensor]] = []
+    trio.check(compute, leaf(0), leaf(1))
+
+
 def test_contexts_that_share_what_is_kept_are_exact(trio: Both, leaf: Leaf) -> None:
     """A call in another context reaches a part of what the calls of the first one kept."""
 

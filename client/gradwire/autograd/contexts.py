@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.autograd.engine_hooks import EngineHooks
 from gradwire.autograd.gradients import added
-from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
+from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, leave_out
 from gradwire.autograd.records import ReceivedTensors, SentArguments, SentResults
 from gradwire.errors import NotFound, StepRefused
 from gradwire.system.accounting import Tally
@@ -279,6 +279,11 @@ class DistAutogradContainer:
         with self._lock:
             return self._arguments.get(id)
 
+    def leave_out(self, messages: Sequence[AutogradMessageId]) -> None:
+        """Has nothing new depend on arguments that another peer has released. They are still kept."""
+        for sent in filter(None, map(self.arguments, messages)):
+            leave_out(sent)
+
     def results(self, id: AutogradMessageId) -> SentResults | None:
         with self._lock:
             return self._results.get(id)
@@ -310,6 +315,9 @@ class DistAutogradContainer:
                         if context is not None:
                             context.arguments.discard(id)
                             context.results.discard(id)
+        for kept in released:
+            if isinstance(kept, SentArguments):
+                leave_out(kept)
         for given_up in filter(None, map(self.suspended.get, messages)):
             given_up.give_up()
         for reference in filter(None, map(self.handles.get, messages)):

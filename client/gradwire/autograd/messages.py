@@ -149,6 +149,8 @@ def receive_response(
 ) -> None:
     """Makes the results of a call part of the graph here. `compression` says how their gradients are sent
     back."""
+    released = message_ids(response.released)
+    engine.container.leave_out(released)  # not even these results lead there
     try:
         if response.HasField("autograd"):
             receive(engine, response.autograd, decoder, link, what, compression, are_arguments=False)
@@ -156,5 +158,5 @@ def receive_response(
             decoder.keep_requires_grad()
     finally:
         # Only now: what the results depend on is still referred to, the rest may go.
-        if response.released:
-            engine.container.release(message_ids(response.released))
+        if released:
+            engine.container.release(released)

@@ -52,6 +52,10 @@ class SentArguments:
         """The output of the send node. An edge to it means: depends on these arguments."""
         self.group: ResultGroup | None = None
         """Kept state: the group of the results that depend on these arguments."""
+        self.segments: weakref.WeakSet[RemoteGraphSegment] | None = None
+        """Kept state: the remote segments that lead to these arguments."""
+        self.is_released = False
+        """Whether nothing at the receiver refers to them any more, so that no contributions can come."""
         # Reentrant: the destructor of a graph task's state may run at any moment, within these very methods.
         self._lock = threading.RLock()
         self._awaiting: dict[int, list[Propagation | Gathering]] = {}

@@ -107,7 +107,7 @@ def receive(
         compression=compression,
         what=what,
         arity=len(slots),
-        depends_on=[sent for sent in own if sent is not None],
+        depends_on=[sent for sent in own if sent is not None and not sent.is_released],
         foreign=[id for id in depends_on if id.peer != engine.peer],
     )
     if metadata.HasField("segment_handle"):  # kept state

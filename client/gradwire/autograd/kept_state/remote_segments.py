@@ -3,6 +3,7 @@ common."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from gradwire.autograd.graph import ANCHOR, TOKEN, apply
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.wire.ids import AutogradMessageId
 
-__all__ = ["RemoteGraphSegment", "ResultGroup", "arguments_behind"]
+__all__ = ["RemoteGraphSegment", "ResultGroup", "arguments_behind", "leave_out"]
 
 
 class ResultGroup:
@@ -40,33 +41,70 @@ class RemoteGraphSegment:
         self.id = id
         self.context = received.context
         self.builds_on = builds_on
-        # Weakly: the worker says of each message by itself when nothing there refers to it any more.
-        self.arguments = weakref.WeakValueDictionary[AutogradMessageId, SentArguments](
+        # Weakly, since the worker says of each message by itself when nothing there refers to it any more.
+        self._arguments = weakref.WeakValueDictionary[AutogradMessageId, SentArguments](
             {sent.id: sent for sent in received.depends_on}
         )
-        """Arguments that this peer sent, without those of the segments that this segment builds on."""
-        self._token: tuple[int, torch.Tensor] | None = None
+        self._above = weakref.WeakSet[RemoteGraphSegment]()
+        """Segments that build on this one."""
+        self._token: torch.Tensor | None = None
         # By arguments, too: where results are read in another order, what they build on is not known yet.
         behind: list[RemoteGraphSegment | SentArguments] = [*builds_on, *received.depends_on]
         groups = [one.group for one in behind if one.group is not None] or [ResultGroup(received.source)]
         self.group: ResultGroup = min(groups, key=lambda group: group.age)
-        for sent in received.depends_on:
-            sent.group = self.group
         self.group.results[received.source] = received
+        with _tokens_lock:
+            for below in builds_on:
+                below._above.add(self)
+            for sent in received.depends_on:
+                sent.group = self.group
+                sent.segments = sent.segments or weakref.WeakSet()
+                sent.segments.add(self)
+
+    @property
+    def arguments(self) -> list[SentArguments]:
+        """Arguments that this peer sent, without those of the segments that this segment builds on."""
+        return [sent for sent in self._arguments.values() if not sent.is_released]
 
     @property
     def token(self) -> torch.Tensor:
-        """One token for all that it depends on: without it each result would need one for every send node.
+        """One token for all that it depends on: without it each result would need one for every send node."""
+        with _tokens_lock:
+            stack = [self]
+            while stack:
+                segment = stack[-1]
+                if segment._token is None:
+                    tokens = [below._token for below in segment.builds_on]
+                    if any(token is None for token in tokens):
+                        stack += [below for below in segment.builds_on if below._token is None]
+                        continue
+                    tokens += [sent.token for sent in segment.arguments]
+                    with torch.enable_grad():
+                        segment._token = apply(SegmentToken, *tokens, ANCHOR)
+                stack.pop()
+            assert self._token is not None
+            return self._token
 
-        It is another one once arguments are gone: their graph may be freed, so that a later backward through
-        it would be an error.
-        """
-        arguments = list(self.arguments.values())
-        if self._token is None or self._token[0] != len(arguments):
-            tokens = [*(sent.token for sent in arguments), *(below.token for below in self.builds_on)]
-            with torch.enable_grad():
-                self._token = len(arguments), apply(SegmentToken, *tokens, ANCHOR)
-        return self._token[1]
+
+_tokens_lock = threading.RLock()
+"""Of the tokens of all segments. Reentrant: a destructor may release arguments."""
+
+
+def leave_out(sent: SentArguments) -> None:
+    """The worker has released arguments. No token is to lead to them any more: their graph may be freed, so
+    that a later backward through it would be an error."""
+    sent.is_released = True
+    if sent.segments is None:
+        return
+    dropped = []  # graphs are freed without the lock
+    with _tokens_lock:
+        stack = list(sent.segments)
+        while stack:
+            segment = stack.pop()
+            if segment._token is not None:  # else none above has one
+                dropped.append(segment._token)
+                segment._token = None
+                stack += segment._above
 
 
 class SegmentToken(torch.autograd.Function):
@@ -94,6 +132,6 @@ def arguments_behind(received: ReceivedTensors, passed: set[RemoteGraphSegment])
         segment = stack.pop()
         if segment not in passed:
             passed.add(segment)
-            arguments += segment.arguments.values()
+            arguments += segment.arguments
             stack += segment.builds_on
     return arguments
