@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-oldest native-fuzz native-sanitize test-slow bench bench-peers bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
+.PHONY: help install native demo test test-oldest native-fuzz native-stress native-sanitize test-slow bench bench-peers bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ test-oldest: ## run the tests on the oldest torch that pyproject.toml claims, in
 
 native-fuzz: $(INSTALLED) ## sessions of native/ under random input and sanitizers, for SECONDS=120; ARGS="--libfuzzer"
 	@scripts/native-check fuzz --seconds $(SECONDS) $(ARGS)
+
+native-stress: ## links of native/ that many threads use and cut, with each sanitizer for SECONDS=120; ARGS="--seed 7"
+	@scripts/native-check stress --seconds $(SECONDS) $(ARGS)
 
 native-sanitize: $(INSTALLED) ## run the tests of native/ with sanitizers; ARGS="-k cancel" is passed on to pytest
 	@scripts/native-check sanitize $(ARGS)
