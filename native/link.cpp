@@ -345,7 +345,6 @@ Link::Waited Link::wait(CallHandle call, Seconds until) {
   std::unique_lock lock(mutex_);
   Waiter me;
   if (!waiters_.emplace(call, &me).second) return Waited::unread;  // another thread waits for it
-  std::shared_ptr<Socket> was_read;
   Waited result;
   while (true) {
     std::shared_ptr<Socket> socket = socket_;
@@ -369,23 +368,18 @@ Link::Waited Link::wait(CallHandle call, Seconds until) {
       me.is_reading = false;
       socket->left_at_ = monotonic_now();
       socket->is_read_by_caller_ = false;
-      was_read = socket;
       if (!was_interrupted) continue;
       result = Waited::interrupted;
     }
     break;
   }
   waiters_.erase(call);
-  // Another thread that waits reads now.
-  for (auto& [_, waiter] : waiters_) {
-    if (waiter->is_reading) break;
-    waiter->woken.notify_one();
-    was_read = nullptr;
-    break;
-  }
-  bool is_needed = was_read && (in_background_ > 0 || was_read->is_full_);
+  std::shared_ptr<Socket> left;
+  if (waiters_.empty()) left = socket_;  // also if another thread has read it, and expected this one to go on
+  else if (Waiter& next = *waiters_.begin()->second; !next.is_reading) next.woken.notify_one();  // it reads now
+  bool is_needed = left && (in_background_ > 0 || left->is_full_);
   lock.unlock();
-  if (was_read) EventLoop::instance().left(*was_read, is_needed);
+  if (left) EventLoop::instance().left(*left, is_needed);
   return result;
 }
 
