@@ -298,7 +298,7 @@ void EventLoop::run_watchdog() {
   while (true) {
     if (calm > CALM_CHECKS) {
       watchdog_sleeps_ = true;
-      // Whoever counts activity looks whether the watchdog sleeps after that.
+      // `left` may have looked just before that, and does not wake it.
       watchdog_is_wanted_.wait(lock, [&] { return !watchdog_sleeps_ || activity_ != seen; });
       watchdog_sleeps_ = false;
       calm = 0;
