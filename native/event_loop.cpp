@@ -197,8 +197,9 @@ EventLoop::Work EventLoop::next() {
 
 // Waits for sockets, and reads and writes them.
 void EventLoop::lead(std::unique_lock<std::mutex>& lock) {
-  bool may_wait = ready_.empty();
   write_waiting(lock);
+  // Without the lock, others may have brought what nobody would wake this thread for: it was not polling.
+  bool may_wait = ready_.empty() && unwritten_.empty() && !sockets_.empty();
   epoll_event events[MOST_EVENTS];
   is_polling_ = may_wait;
   lock.unlock();
