@@ -34,7 +34,9 @@ class Segment {
   const uint64_t id;
   const size_t size;
   uint8_t* data() const { return data_; }
-  // -1 once the other peer has it.
+  // Whether the other peer has been told of it, or is about to be. For the session, under its lock.
+  bool is_announced = false;
+  // For the thread that writes; -1 once the other peer has it.
   int descriptor() const { return descriptor_; }
   void close_descriptor();
   // Whether the other peer has been, or is being, told of it.
