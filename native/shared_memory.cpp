@@ -22,6 +22,8 @@ namespace {
 constexpr size_t SMALLEST_SEGMENT = 128 * 1024;
 // Of one connection and direction.
 constexpr size_t MOST_SEGMENTS = 4096;
+// That have arrived before the frames that they belong to.
+constexpr size_t MOST_UNUSED_DESCRIPTORS = 16;
 // A larger segment is returned at once: otherwise the other peer would make a new one, which costs more than a frame.
 constexpr size_t LARGE_SEGMENT = 4 << 20;
 // Without these seals the other peer could shrink a segment, and reading beyond its end is fatal.
@@ -164,7 +166,11 @@ struct SharedMemory::Mapped {
   }
 };
 
-void SharedMemory::add_descriptor(int descriptor) { descriptors_.push_back(descriptor); }
+void SharedMemory::add_descriptor(int descriptor) {
+  // They come with the first bytes of their frames, of which one at most is not complete.
+  if (descriptors_.size() >= MOST_UNUSED_DESCRIPTORS) throw ProtocolError("descriptors that belong to no segments");
+  descriptors_.push_back(descriptor);
+}
 
 void SharedMemory::map(uint64_t id, uint64_t size) {
   if (descriptors_.empty()) throw ProtocolError("a segment was announced without its descriptor");

@@ -88,7 +88,8 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
 
   // -- segments of the other peer
 
-  // Takes a descriptor that has arrived, and belongs to the next segment that is announced.
+  // Takes a descriptor that has arrived, and belongs to the next segment that is announced. If it throws, which may be
+  // a ProtocolError, it has not taken it.
   void add_descriptor(int descriptor);
   // Each throws ProtocolError.
   void map(uint64_t id, uint64_t size);
