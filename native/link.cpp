@@ -63,6 +63,9 @@ class Descriptors {
     return size;
   }
 
+  // Whether this process could not have as many as were sent.
+  bool are_lost() const { return is_truncated_ && count_ < MOST_DESCRIPTORS; }
+
   void move_to(SharedMemory& shared) {
     if (is_truncated_) throw ProtocolError("too many descriptors at once");
     for (; count_; count_--) {
@@ -310,6 +313,10 @@ ssize_t Link::read_once(Socket& socket) {
   if (socket_.get() != &socket) return 0;
   if (size <= 0) {
     end(socket_, Event::Kind::disconnected, reason);
+    return 0;
+  }
+  if (descriptors.are_lost()) {  // which is not the other peer's fault: it sends them again
+    end(socket_, Event::Kind::disconnected, "no descriptor is left for shared memory");
     return 0;
   }
   try {

@@ -711,7 +711,7 @@ void run_raw_peers() {
   auto wait_for = [](auto condition) {
     for (Seconds until = monotonic_now() + STUCK; !condition(); pause(0.001)) REQUIRE(monotonic_now() < until);
   };
-  for (int what = 0; what < 6; what++) {
+  for (int what = 0; what < 7; what++) {
     auto end = std::make_shared<End>("raw", what % 2 == 0, Settings(), budget);
     auto sockets = socket_pair(false);
     size_t before = open_descriptors();
@@ -755,6 +755,17 @@ void run_raw_peers() {
         wait_for([&] { return end->is_lost.load(); });
         require_calm("the other peer has closed one direction");
         break;
+    }
+    if (what == 6) {  // sends one where this process can have no more
+      rlimit before_it{}, none_left{};
+      getrlimit(RLIMIT_NOFILE, &before_it);
+      none_left = before_it;
+      none_left.rlim_cur = 0;
+      setrlimit(RLIMIT_NOFILE, &none_left);
+      send_descriptors(sockets[1], 1, "\x0a");
+      wait_for([&] { return end->is_lost.load() || end->is_broken.load(); });
+      setrlimit(RLIMIT_NOFILE, &before_it);
+      REQUIRE(!end->is_broken);
     }
     end->disconnect();
     end->link->use().session().end();
