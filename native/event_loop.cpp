@@ -61,7 +61,14 @@ EventLoop::EventLoop() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, 
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread([this] { run_watchdog(); }).detach();
+  try {
+    std::thread([this] { run_watchdog(); }).detach();
+  } catch (const std::system_error&) {  // there are too many threads
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    ::close(epoll_);
+    ::close(wake_);
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 

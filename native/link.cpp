@@ -230,9 +230,9 @@ bool Link::take_events(CallHandle call, size_t most_requests, std::vector<Event>
 // -- Link: the socket
 
 void Link::connect(std::shared_ptr<Socket> socket, Cookie owner, uint64_t max_shared_bytes) {
+  EventLoop* loop = &EventLoop::instance();  // may throw
   disconnect();
   if (max_shared_bytes && is_shared_memory_supported()) {
-    EventLoop* loop = &EventLoop::instance();
     auto write = [weak = weak_from_this(), loop] { EventLoop::write_urgently(loop, weak); };
     socket->shared_ = std::make_shared<SharedMemory>(max_shared_bytes, std::move(write));
   }
@@ -243,10 +243,10 @@ void Link::connect(std::shared_ptr<Socket> socket, Cookie owner, uint64_t max_sh
     session_.attach(monotonic_now(), socket->shared_);
     collect_events();
   }
-  EventLoop::instance().add(shared_from_this(), socket);
+  loop->add(shared_from_this(), socket);
   write(socket);
   std::lock_guard lock(mutex_);
-  if (in_background_ > 0 || has_something_for(0)) EventLoop::instance().left(*socket, true);
+  if (in_background_ > 0 || has_something_for(0)) loop->left(*socket, true);
 }
 
 void Link::disconnect() {

@@ -690,11 +690,13 @@ PyType_Spec session_spec = {"gradwire.transport.native.Session", sizeof(PySessio
 // -- the memory that attachments arrive in
 
 PyObject* trim(PyObject*, PyObject* args) {
-  double seconds;
-  if (!PyArg_ParseTuple(args, "d", &seconds)) return nullptr;
-  bool has_more = trim_pool(seconds);
-  has_more |= without_gil([&] { return EventLoop::instance().trim(seconds); });
-  return PyBool_FromLong(has_more);
+  return guarded(protocol_error, [&] {
+    double seconds;
+    if (!PyArg_ParseTuple(args, "d", &seconds)) throw Raised();
+    bool has_more = trim_pool(seconds);
+    has_more |= without_gil([&] { return EventLoop::instance().trim(seconds); });
+    return PyBool_FromLong(has_more);
+  });
 }
 
 // -- the event loop
@@ -712,13 +714,16 @@ PyObject* next_work(PyObject*, PyObject*) {
   });
 }
 
-PyObject* has_sockets(PyObject*, PyObject*) { return PyBool_FromLong(EventLoop::instance().has_sockets()); }
+PyObject* has_sockets(PyObject*, PyObject*) {
+  return guarded(protocol_error, [] { return PyBool_FromLong(EventLoop::instance().has_sockets()); });
+}
 
-PyObject* needs_thread(PyObject*, PyObject*) { return PyBool_FromLong(EventLoop::instance().needs_thread()); }
+PyObject* needs_thread(PyObject*, PyObject*) {
+  return guarded(protocol_error, [] { return PyBool_FromLong(EventLoop::instance().needs_thread()); });
+}
 
 PyObject* about_to_block(PyObject*, PyObject*) {
-  EventLoop::instance().about_to_block();
-  return none();
+  return guarded(protocol_error, [] { return EventLoop::instance().about_to_block(), none(); });
 }
 
 PyObject* after_fork(PyObject*, PyObject*) {
