@@ -370,7 +370,12 @@ Link::Waited Link::wait(CallHandle call, Seconds until) {
       socket->is_read_by_caller_ = true;
       me.is_reading = true;
       lock.unlock();
-      bool was_interrupted = !read_as_caller(socket, call, until);
+      bool was_interrupted = false;
+      try {
+        was_interrupted = !read_as_caller(socket, call, until);
+      } catch (const std::bad_alloc&) {  // others must still be able to read
+        was_interrupted = true;
+      }
       lock.lock();
       me.is_reading = false;
       socket->left_at_ = monotonic_now();
@@ -444,7 +449,13 @@ void Link::write(const std::shared_ptr<Socket>& socket) {
   do {
     std::unique_lock writing(socket->writing_, std::try_to_lock);
     if (!writing) return;  // its owner looks again after it has let go
-    write_output(*socket);
+    try {
+      write_output(*socket);
+    } catch (const std::exception& error) {
+      // Without memory. What was taken is incomplete, and is sent again over another connection.
+      std::lock_guard lock(mutex_);
+      end(socket, Event::Kind::disconnected, error.what());
+    }
     writing.unlock();
     std::lock_guard lock(mutex_);
     has_output = socket_ == socket && this->has_output(*socket);

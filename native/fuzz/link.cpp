@@ -815,7 +815,6 @@ int main(int count, char** arguments) {
     else if (name == "--seed") seed = std::strtoull(arguments[i + 1], nullptr, 10);
   }
   std::printf("seed %lu\n", seed);
-  Seconds until = monotonic_now() + seconds;
   content(0, 0);
   EventLoop::instance();
   size_t descriptors = open_descriptors();
@@ -833,6 +832,7 @@ int main(int count, char** arguments) {
   threads.emplace_back(run_monitor);
   for (int caller = 0; caller < CALLERS; caller++) threads.emplace_back(run_caller, seed + 1 + caller);
   Random random(seed + 100);
+  Seconds until = monotonic_now() + seconds;
   uint64_t rounds = 0;
   std::vector<std::shared_ptr<End>> ended;  // what responds late may still come
   for (; monotonic_now() < until; rounds++) {
