@@ -167,7 +167,8 @@ class SessionAcceptor:
                 listener.forget(tokens[kind])
 
     def listen_directly(self) -> bool:
-        """Listens for direct sockets now, not when the first client wants one. Returns whether that succeeded."""
+        """Listens for direct sockets now, not when the first client wants one. Returns whether that
+        succeeded."""
         return bool(self._listeners_for(link_pb2.Hello(direct=True)))
 
     def _listeners_for(self, hello: link_pb2.Hello) -> dict[str, SocketListener]:
@@ -283,8 +284,9 @@ class SessionAcceptor:
 
     def _leave(self, accepted: _Accepted, stream: GrpcStream) -> None:
         session = accepted.session
-        session.detach(stream)
         with self._lock:
+            # Not before: the session may be being attached to a socket that the stream has led to.
+            session.detach(stream)
             if accepted.stream is not stream or accepted.lease is not None:
                 return  # the client has reconnected, or its lease runs already
             if self._closed or session.ended is not None:
