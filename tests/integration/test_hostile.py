@@ -589,6 +589,7 @@ def wait_until_nothing_is_kept(worker: gws.Worker) -> None:
     eventually(lambda: worker._acceptor._readers == set())
     eventually(lambda: worker._acceptor._budget.used == 0)
     eventually(lambda: worker._scheduler.unfinished == 0)
+    eventually(lambda: not native.has_sockets())
 
 
 def statistics(worker: gws.Worker) -> dict[str, int]:
