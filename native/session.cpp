@@ -615,12 +615,11 @@ void Session::add_copy(Output& output, Transfer transfer) {
   const std::shared_ptr<Segment>& segment = transfer.lease.segment();
   const Attachment& attachment = transfer.content->attachments[transfer.attachment];
   if (transfer.offset < attachment.size) {
-    if (transfer.offset == 0 && !segment->is_announced) {
+    if (!std::exchange(segment->is_announced, true)) {
       std::string frame;
       write_new_segment(frame, {segment->id, segment->size});
       add_frames(output, std::move(frame));
       output.pieces.back().announced = segment.get();
-      segment->is_announced = true;
     }
     size_t size = std::min(settings_.chunk_bytes, attachment.size - transfer.offset);
     output.size += size;  // counted as if it were written

@@ -39,8 +39,6 @@ class Segment {
   // For the thread that writes; -1 once the other peer has it.
   int descriptor() const { return descriptor_; }
   void close_descriptor();
-  // Whether the other peer has been, or is being, told of it.
-  bool is_announced = false;
 
  private:
   int descriptor_;
