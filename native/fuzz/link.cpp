@@ -295,8 +295,10 @@ void End::handle(Event& event) {
         REQUIRE(body.way != Body::Way::failing && call->served == 1);
         require_content(event, body.key + 1, SIZES[body.response_sizes]);
       } else if (event.kind == Event::Kind::error) {
-        REQUIRE(event.body == FAILED);
-        REQUIRE(call->body.way == Body::Way::failing || call->body.way == Body::Way::spoilt);
+        // A request that is refused is sent again, unless its time would be over by then.
+        bool is_refusal = event.body == REFUSAL && call->has_timeout;
+        REQUIRE(event.body == FAILED || is_refusal);
+        REQUIRE(is_refusal || call->body.way == Body::Way::failing || call->body.way == Body::Way::spoilt);
       } else {
         REQUIRE(call->has_timeout);
       }
