@@ -17,7 +17,7 @@ using Clock = std::chrono::steady_clock;
 
 // Below this size, malloc is as fast as a pool.
 constexpr size_t SMALLEST_POOLED = 64 * 1024;
-// From this size on, memory is asked for in huge pages.
+// The size of a huge page.
 constexpr size_t HUGE = 2 << 20;
 constexpr size_t ALIGNMENT = 64;
 
@@ -94,8 +94,8 @@ class Pool {
   static uint8_t* map(size_t size) {
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    if (size >= HUGE) madvise(data, size, MADV_HUGEPAGE);
+#ifdef MADV_NOHUGEPAGE
+    if (size >= HUGE) madvise(data, size, MADV_NOHUGEPAGE);
 #endif
     return static_cast<uint8_t*>(data);
   }
@@ -145,6 +145,12 @@ Block& Block::operator=(Block&& other) noexcept {
   std::swap(size_, other.size_);
   std::swap(owner_, other.owner_);
   return *this;
+}
+
+void Block::use_huge_pages() {
+#ifdef MADV_HUGEPAGE
+  if (!owner_ && size_ >= HUGE) madvise(data_, rounded(size_), MADV_HUGEPAGE);
+#endif
 }
 
 Block::~Block() {

@@ -34,6 +34,9 @@ class Block {
 
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
+  // From now on the memory comes in huge pages, if it is large. Not from the first byte on: that would take as much as
+  // a whole page, for whoever announces an attachment and sends a byte of it.
+  void use_huge_pages();
 
  private:
   uint8_t* data_ = nullptr;

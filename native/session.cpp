@@ -18,6 +18,8 @@ constexpr uint64_t ATTACHMENT_BYTES = 128;
 constexpr uint64_t FRAME_OVERHEAD_BYTES = 2 << 20;
 // Acknowledgements leave with the next frame, unless this many wait.
 constexpr size_t MOST_ACKNOWLEDGEMENTS = 32;
+// Huge pages are taken when this much of an attachment has arrived: half of one.
+constexpr size_t HUGE_PAGES_FROM = 1 << 20;
 // Smaller pieces of a chunk are not worth a read of their own.
 constexpr size_t SMALLEST_PLACE = 4096;
 constexpr Seconds SHORTEST_PAUSE = 0.01, LONGEST_PAUSE = 5;
@@ -908,6 +910,8 @@ void Session::advance_chunk(Seconds now, size_t size) {
   Arriving* message = arriving(chunk_of_);
   if (!message) return;
   message->filled += size;
+  if (message->filled >= HUGE_PAGES_FROM && message->filled - size < HUGE_PAGES_FROM)
+    message->blocks.back().use_huge_pages();
   if (took_bytes(now, chunk_of_, *message, size)) prepare_block(now);
 }
 

@@ -51,7 +51,7 @@ struct Settings {
   uint64_t max_message_bytes = uint64_t{1} << 40;  // of a message that arrives
   uint64_t max_quota_bytes = uint64_t{4} << 30;    // of large requests that arrive, or wait to be served
   uint64_t max_window_bytes = uint64_t{4} << 30;   // of large requests of this peer without a response
-  uint64_t max_inbound_calls = 1 << 20;            // without an acknowledgement
+  uint64_t max_inbound_calls = 100'000;            // without an acknowledgement
   size_t chunk_bytes = 256 * 1024;                 // of attachments between other frames
   size_t smallest_shared_bytes = 128 * 1024;       // of attachments that go through shared memory, if there is any
   Seconds patience = 120;                          // how long a refused request without a deadline is sent again

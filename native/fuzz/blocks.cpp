@@ -34,6 +34,8 @@ Block& Block::operator=(Block&& other) noexcept {
   return *this;
 }
 
+void Block::use_huge_pages() {}
+
 Block::~Block() {
   if (!owner_) std::free(data_);
 }
