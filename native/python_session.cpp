@@ -272,7 +272,10 @@ std::unique_lock<FairMutex> locked(Link& link) {
   std::unique_lock lock(link.mutex(), std::try_to_lock);
   while (!lock) {
     // Let go of again before the interpreter's lock is taken: whoever has that may be waiting for this one.
-    without_gil([&] { return std::lock_guard(link.mutex()), 0; });
+    without_gil([&] {
+      std::lock_guard wait(link.mutex());
+      return 0;
+    });
     lock.try_lock();
   }
   return lock;

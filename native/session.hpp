@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -327,7 +328,7 @@ class Session {
 
   // Output: frames, and messages of which attachments are being sent.
   std::deque<std::shared_ptr<Packet>> waiting_;
-  std::deque<Transfer> transfers_;
+  std::list<Transfer> transfers_;  // a list, unlike a deque, may be of a type that is not complete here
   struct Unconfirmed {
     Key key;
     std::string last_frame;
