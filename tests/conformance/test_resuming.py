@@ -169,51 +169,53 @@ def test_a_request_cancelled_during_a_cut_is_cancelled_at_the_other_peer(ends: E
         server_call.respond(b"")
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_socket_that_dies_alone_costs_only_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    descriptors: list[int] = []
+class Sockets:
+    """The sockets that sessions of this process were attached to."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def cut(self) -> None:
+        """Ends them, and nothing else."""
+        while self.descriptors:
+            with suppress(OSError), socket.socket(fileno=self.descriptors.pop()) as same:
+                same.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
+    sockets = Sockets()
     take_descriptor = SocketStream.take_descriptor
 
     def noted(stream: SocketStream) -> int:
         descriptor = take_descriptor(stream)
-        descriptors.append(os.dup(descriptor))
+        sockets.descriptors.append(os.dup(descriptor))
         return descriptor
 
     monkeypatch.setattr(SocketStream, "take_descriptor", noted)
+    yield sockets
+    sockets.cut()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_socket_that_dies_alone_costs_only_time(kind: str, sockets: Sockets) -> None:
     with opened(kind) as ends:
         content = bytes(range(256)) * (64 << 12)
         for number in range(5):
             future = ends.left.send_request(PING, str(number).encode(), [Memory(content)])
-            while descriptors:
-                with suppress(OSError), socket.socket(fileno=descriptors.pop()) as same:
-                    same.shutdown(socket.SHUT_RDWR)
+            sockets.cut()
             assert attachments_of(future) == [content]
         assert ends.there.received == [b"0", b"1", b"2", b"3", b"4"]
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
-def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    descriptors: list[int] = []
-    take_descriptor = SocketStream.take_descriptor
-
-    def noted(stream: SocketStream) -> int:
-        descriptor = take_descriptor(stream)
-        descriptors.append(os.dup(descriptor))
-        return descriptor
-
-    monkeypatch.setattr(SocketStream, "take_descriptor", noted)
+def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_served(sockets: Sockets) -> None:
     with opened("tcp") as ends:
         bodies = [str(number).encode() for number in range(300)]
 
         def respond(server_call: ServerCall) -> None:
             if server_call.request.body == bodies[0]:
                 # All have been read by now, or will be: they came in one write.
-                while descriptors:
-                    with suppress(OSError), socket.socket(fileno=descriptors.pop()) as same:
-                        same.shutdown(socket.SHUT_RDWR)
+                sockets.cut()
             # Until then, threads of the event loop are busy, and requests that were read wait for one.
             eventually(lambda: isinstance(ends.right._stream, GrpcStream))  # type: ignore[attr-defined]
             echo(server_call)
