@@ -3,7 +3,7 @@
 ``python -m benchmarks.against 52e96dd`` checks the other version out into a temporary folder. The ratio of a
 case is the median over all rounds of this version's time by the other's in the same round.
 
-``python -m benchmarks.against HEAD --network --set GRADWIRE_PROTOCOL=2`` compares the two protocols of links.
+``--network`` measures both over TCP, ``--set NAME=VALUE`` changes the environment of this version.
 """
 
 from __future__ import annotations

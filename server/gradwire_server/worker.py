@@ -77,6 +77,10 @@ class Worker:
     `served` are modules (everything that they expose), functions, classes and callable objects. `bind` is
     one address or several: ``"host:port"``, with port 0 for a free port, or ``"unix:path"``.
 
+    Clients on this host go around the network, and others around gRPC, over a TCP socket of its own: at
+    `direct_bind` (``"host:port"``), else at any port of the first host that `bind` names. ``same_host=False``
+    and ``direct=False`` leave these ways.
+
     With a `state_dir` objects that have a name, and the optimizers over them, are saved there when the worker
     stops and every `save_every` seconds if they changed. A worker that is started with the same directory
     goes on from what was saved.

@@ -85,7 +85,7 @@ class LinkSettings:
     """How long the peer may be unreachable before it counts as lost."""
     wait_for_ready: bool = True
     """Whether to wait for a peer that is unreachable: to try again while connecting, and to hold requests
-    back while the streams are cut. If False, connecting and sending requests fail at once."""
+    back while the connection is cut. If False, connecting and sending requests fail at once."""
     lease: float = 30.0
     """How long the accepting peer keeps the state that it holds for an unreachable peer."""
     max_message_bytes: int = 1 << 40

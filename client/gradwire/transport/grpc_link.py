@@ -56,7 +56,7 @@ _AVOID_DIRECT_SECONDS = 60.0
 
 
 class _Broken(Exception):
-    """The streams ended; connecting may be tried again."""
+    """The connection was cut, or could not be had; connecting may be tried again."""
 
 
 class GrpcLink(Session):
@@ -185,7 +185,7 @@ class GrpcLink(Session):
 
     @contextmanager
     def _cut_if_silent(self, give_up_at: float) -> Iterator[float]:
-        """Cancels the streams if they do not respond in time; yields how many seconds they have."""
+        """Cancels the stream if it does not respond in time; yields how many seconds it has."""
         handshake_seconds = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
         timer = call_later(handshake_seconds, self._cut)
         try:
