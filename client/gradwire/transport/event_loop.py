@@ -9,21 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from typing import Any, Protocol
 
 from gradwire.transport import native
 
 __all__ = ["serves", "start"]
 
 log = logging.getLogger("gradwire.link")
-
-
-class Connected(Protocol):
-    """A session that has a socket."""
-
-    peer: Any
-
-    def handle(self, handle: int = 0, most_requests: int = ...) -> None: ...
 
 
 class _Threads:
@@ -35,8 +26,7 @@ class _Threads:
         self._local = threading.local()
 
     def start(self) -> None:
-        """To be called when a session has got a socket: starts a thread if none waits. It starts others when
-        they are needed."""
+        """Starts a thread, unless one waits already. Threads start others when they are needed."""
         with self._lock:
             if native.needs_thread():
                 self._start_one()
@@ -89,7 +79,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def start() -> None:
-    """To be called when a session has got a socket: starts the first thread, unless it runs."""
+    """To be called when a session has got a socket: starts a thread, unless one waits for sockets already."""
     _threads.start()
 
 
