@@ -28,7 +28,7 @@ _peer_ids = itertools.count(1)
 class Memory:
     """An attachment. After `modify` it counts as written to while it was sent."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes | memoryview) -> None:
         self._view = memoryview(content)
         self._error: GradwireError | None = None
 
@@ -46,7 +46,7 @@ class Memory:
 
 def echo(server_call: ServerCall) -> None:
     """Responds with the request's body and attachments."""
-    attachments = [Memory(attachment.tobytes()) for attachment in server_call.request.attachments]
+    attachments = [Memory(attachment.data) for attachment in server_call.request.attachments]
     server_call.respond(server_call.request.body, attachments)
 
 

@@ -393,7 +393,7 @@ def test_many_messages_with_attachments_are_in_flight_both_ways(ends: Ends) -> N
 
 
 def test_a_large_transfer_does_not_delay_small_messages(ends: Ends) -> None:
-    large = ends.left.send_request(PING, b"large", [Memory(bytes(128 << 20))])
+    large = ends.left.send_request(PING, b"large", [Memory(bytes(384 << 20))])
     for _ in range(5):
         assert body_of(ends.left.send_request(PING, b"small")) == b"small"
         assert body_of(ends.right.send_request(PING, b"small")) == b"small"
