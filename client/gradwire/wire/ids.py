@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-import secrets
+import struct
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Generic, Self, TypeVar
 
 from gradwire.proto.v1 import autograd_pb2
 
 __all__ = ["AutogradMessageId", "ContextId", "message_ids", "message_protos"]
 
-_new = tuple.__new__
-"""What the constructor of a named tuple calls. Called directly, since each message has many ids."""
+Message = TypeVar("Message", autograd_pb2.ContextId, autograd_pb2.AutogradMessageId)
 
-# Ids do not use the hash of tuples: other peers choose their ids, and could choose many with the same hash,
-# which would make each lookup slow. Without knowing these random factors a peer cannot find such ids.
-_MODULUS = (1 << 61) - 1
-_PEER_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
-_NUMBER_FACTOR = secrets.randbelow(_MODULUS - 1) + 1
+_layout = struct.Struct("<QQ")
+_pack, _unpack = _layout.pack, _layout.unpack
+_new = bytes.__new__
+"""Called directly where ids come from messages, since each message has many ids."""
 
 
-class ContextId(NamedTuple):
+class _Id(bytes, Generic[Message]):
+    """A peer, and a number of that peer, as 16 bytes.
+
+    Ids are looked up far more often than they are taken apart, and other peers choose them. The hash of bytes
+    is computed once, with a key that Python draws for each process: peers cannot choose many ids with the
+    same hash, as they could with tuples, which would make each lookup slow.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, peer: int, number: int) -> Self:
+        return _new(cls, _pack(peer, number))
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return _unpack(self)
+
+    @property
+    def peer(self) -> int:
+        peer: int = _unpack(self)[0]
+        return peer
+
+    @property
+    def number(self) -> int:
+        number: int = _unpack(self)[1]
+        return number
+
+    @classmethod
+    def parse(cls, message: Message) -> Self:
+        return _new(cls, _pack(message.peer, message.number))
+
+    def write(self, message: Message) -> None:
+        message.peer, message.number = _unpack(self)
+
+    def __str__(self) -> str:
+        return f"{self.peer:016x}:{self.number}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(peer={self.peer}, number={self.number})"
+
+
+class ContextId(_Id[autograd_pb2.ContextId]):
     """The id of a context: the peer that opened it, and a number of that peer. Number 0 is the ambient
     context of the peer."""
 
-    peer: int
-    number: int
-
-    def __hash__(self) -> int:
-        return (self[0] * _PEER_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
-
-    @classmethod
-    def parse(cls, message: autograd_pb2.ContextId) -> ContextId:
-        return _new(cls, (message.peer, message.number))
+    __slots__ = ()
 
     @classmethod
     def from_text(cls, text: str) -> ContextId:
@@ -40,39 +70,19 @@ class ContextId(NamedTuple):
         peer, _, number = text.partition(":")
         try:
             return cls(int(peer, 16), int(number))
-        except ValueError:
+        except (ValueError, struct.error):
             raise ValueError(f"{text!r} names no context; one looks like 1f0c5a3b9d2e4f60:7") from None
 
-    def write(self, message: autograd_pb2.ContextId) -> None:
-        message.peer, message.number = self
 
-    def __str__(self) -> str:
-        return f"{self.peer:016x}:{self.number}"
-
-
-class AutogradMessageId(NamedTuple):
+class AutogradMessageId(_Id[autograd_pb2.AutogradMessageId]):
     """The id of an autograd message or of a pass: the peer that sent or started it, and a number of that
     peer."""
 
-    peer: int
-    number: int
-
-    def __hash__(self) -> int:
-        return (self[0] * _PEER_FACTOR + self[1] * _NUMBER_FACTOR) % _MODULUS
-
-    @classmethod
-    def parse(cls, message: autograd_pb2.AutogradMessageId) -> AutogradMessageId:
-        return _new(cls, (message.peer, message.number))
-
-    def write(self, message: autograd_pb2.AutogradMessageId) -> None:
-        message.peer, message.number = self
-
-    def __str__(self) -> str:
-        return f"{self.peer:016x}:{self.number}"
+    __slots__ = ()
 
 
 def message_ids(messages: Iterable[autograd_pb2.AutogradMessageId]) -> list[AutogradMessageId]:
-    return [_new(AutogradMessageId, (message.peer, message.number)) for message in messages]
+    return [_new(AutogradMessageId, _pack(message.peer, message.number)) for message in messages]
 
 
 def message_protos(ids: Iterable[AutogradMessageId]) -> list[autograd_pb2.AutogradMessageId]:

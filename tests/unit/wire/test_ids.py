@@ -28,6 +28,17 @@ def test_none_are_in_each_others_way_however_they_were_chosen(
 
 def test_equal_ones_have_equal_hashes() -> None:
     id = AutogradMessageId(2**64 - 1, 2**64 - 1)
-    for other in (AutogradMessageId(*id), copy.copy(id), pickle.loads(pickle.dumps(id))):
+    for other in (AutogradMessageId(id.peer, id.number), copy.copy(id), pickle.loads(pickle.dumps(id))):
         assert other == id
         assert hash(other) == hash(id)
+
+
+@pytest.mark.parametrize("text", ["", "7", "1f:", "-1:7", "1f0c5a3b9d2e4f601:7", "1f:-7", f"1f:{2**64}"])
+def test_text_that_names_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="names no context"):
+        ContextId.from_text(text)
+
+
+def test_text_names_the_one_that_writes_it() -> None:
+    id = ContextId(2**64 - 1, 7)
+    assert ContextId.from_text(str(id)) == id
