@@ -75,8 +75,17 @@ class Both:
         for name, gradient in self.remote_gradients().items():
             assert_close(gradient, expected[name], name)
 
-    def check(self, compute: Compute, *leaves: torch.Tensor, backward: str = "plain") -> None:
-        """Backpropagates through `compute(call, *leaves)` both ways; results and gradients are equal."""
+    def check(self, compute: Compute, *leaves: torch.Tensor, backward: str = "plain", times: int = 3) -> None:
+        """Backpropagates through `compute(call, *leaves)` both ways; results and gradients are equal. So they
+        are the third time, when calls have plans."""
+        for repetition in range(times):
+            if repetition:
+                self.reset()
+                for one in leaves:
+                    one.grad = None
+            self._check(compute, *leaves, backward=backward)
+
+    def _check(self, compute: Compute, *leaves: torch.Tensor, backward: str) -> None:
         copies = [one.detach().clone().requires_grad_(one.requires_grad) for one in leaves]
         expected = compute(self.oracle_call, *copies)
         expected.backward()

@@ -12,8 +12,18 @@ from typing import Any
 from gradwire import wire
 from gradwire.api.compression import compression_message
 from gradwire.api.device_maps import NO_MAP, DeviceMap
-from gradwire.autograd import DistEngine, capture_modes, receive_response, send_call
-from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError
+from gradwire.autograd import (
+    AutogradMetadata,
+    DistEngine,
+    capture_modes,
+    message_ids,
+    message_protos,
+    read_short,
+    receive_response,
+    send_call,
+    short_call,
+)
+from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError, MalformedMessage
 from gradwire.peers.current import current_context_id, current_peer
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
 from gradwire.runtime.compression import NOT_COMPRESSED, Compression
@@ -151,35 +161,79 @@ def start_call(
     if left is not None and left <= 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
     compressed = compression_message(link, compression, function, target)
-    codec = None if compressed is None else wire.find_codec(compressed.forward)
-    encoder = wire.Encoder(inline_bytes=link.inline_bytes, codec=codec)
-    request = autograd_pb2.ForwardWithAutogradRequest(
-        function=function, target=target, keep=keep, modes=capture_modes(), compression=compressed
-    )
-    for index, arg in enumerate(args):
-        request.args.append(encoder.value(arg, f"args[{index}]"))
-    for name, arg in kwargs.items():
-        request.kwargs[name].CopyFrom(encoder.value(arg, name))
-    target_devices = devices.target_devices(encoder.tensors, link.peer)
-    if target_devices:
-        request.devices.extend(target_devices)
+    modes = capture_modes()
+    plan: wire.SentPlan | None = None
+    short: tuple[wire.SentPlan, wire.Flat] | None = None
+    if keep is None and compressed is None and devices is NO_MAP:
+        planned = _find_plan(link, function, target, modes, args, kwargs)
+        if planned is not None:
+            plan, _ = planned
+            short = planned if plan.is_kept else None
+    if short is None:
+        codec = None if compressed is None else wire.find_codec(compressed.forward)
+        encoder = wire.Encoder(inline_bytes=link.inline_bytes, codec=codec)
+        request = autograd_pb2.ForwardWithAutogradRequest(
+            function=function,
+            target=target,
+            keep=keep,
+            modes=modes,
+            compression=compressed,
+            plan=0 if plan is None else plan.number,
+        )
+        for index, arg in enumerate(args):
+            request.args.append(encoder.value(arg, f"args[{index}]"))
+        for name, arg in kwargs.items():
+            request.kwargs[name].CopyFrom(encoder.value(arg, name))
+        request.devices.extend(devices.target_devices(encoder.tensors, link.peer))
     engine = current_peer().engine
     future = CallFuture(
-        partial(_decode_response, engine, link, function, devices, compressed, resolve_ref),
+        partial(_decode_response, engine, link, function, plan, devices, compressed, resolve_ref),
         engine.releases.to(link).on_discarded(autograd_pb2.ForwardWithAutogradResponse),
         link,
     )
-    send_call(engine, request, encoder.tensors, current_context_id(), link, future)
+    tensors = encoder.tensors if short is None else short[1].tensors
+    metadata, released = send_call(engine, tensors, current_context_id(), link, future)
     try:
-        table, attachments = encoder.finish()
-        request.tensors.CopyFrom(table)
-        if encoder.saved:
+        if short is not None:
+            body, attachments = short_call(*short, metadata, released)
+        else:
+            metadata.write(request.autograd)
+            request.released.extend(message_protos(released))
+            table, attachments = encoder.finish()
+            request.tensors.CopyFrom(table)
             link.count_saved(encoder.saved)
-        _send(link, link_pb2.METHOD_FORWARD_WITH_AUTOGRAD, request.SerializeToString(), attachments, future)
+            body = request.SerializeToString()
+        _send(link, link_pb2.METHOD_FORWARD_WITH_AUTOGRAD, body, attachments, future)
     except BaseException:
         future.cancel()
         raise
     return future
+
+
+def _find_plan(
+    link: Link,
+    function: str,
+    target: value_pb2.RemoteRef | None,
+    modes: autograd_pb2.Modes | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> tuple[wire.SentPlan, wire.Flat] | None:
+    """The plan of a call and its arguments, taken apart; None if it has none."""
+    names = sorted(kwargs)
+    values = [*args, *(kwargs[name] for name in names)] if names else args
+    flat = wire.flatten(values)
+    if flat is None:
+        return None
+    key = (
+        function,
+        None if target is None else target.SerializeToString(),
+        None if modes is None else modes.SerializeToString(),
+        len(args),
+        *names,
+        *flat.key,
+    )
+    plan = link.plans.find(key, len(values), flat)
+    return None if plan is None else (plan, flat)
 
 
 def start_request(link: Link, method: int, body: bytes, timeout: float | None = None) -> CallFuture:
@@ -212,20 +266,39 @@ def _decode_response(
     engine: DistEngine,
     link: Link,
     function: str,
+    plan: wire.SentPlan | None,
     devices: DeviceMap,
     compression: autograd_pb2.Compression | None,
     resolve_ref: Callable[[value_pb2.RemoteRef], object] | None,
     received: Payload,
 ) -> object:
+    what = f"the results of {function}"
+    if wire.is_short(received.body):
+        return _decode_short(engine, link, what, plan, received)
     response = wire.parse(autograd_pb2.ForwardWithAutogradResponse, received.body)
     decoder = wire.Decoder(
         response.tensors, received.attachments, limits=link.limits, resolve_ref=resolve_ref
     )
-    if decoder.saved:
-        link.count_saved(decoder.saved)
+    link.count_saved(decoder.saved)
     devices.move_results(decoder.tensors, decoder.devices, link.peer)
-    receive_response(engine, response, decoder, link, f"the results of {function}", compression)
-    return decoder.value(response.result, "result")
+    metadata = AutogradMetadata.parse(response.autograd) if response.HasField("autograd") else None
+    receive_response(engine, metadata, message_ids(response.released), decoder, link, what, compression)
+    result = decoder.value(response.result, "result")
+    if plan is not None:
+        plan.learn(link.plans, response, result)
+    return result
+
+
+def _decode_short(
+    engine: DistEngine, link: Link, what: str, plan: wire.SentPlan | None, received: Payload
+) -> object:
+    _, number, metadata, released, at = read_short(received.body)
+    if plan is None:
+        raise MalformedMessage(f"{link.peer} responded in short to a request in full")
+    values = plan.result(number).read(received.body, at, received.attachments)
+    receive_response(engine, metadata, released, values, link, what)
+    (result,) = values.values()
+    return result
 
 
 def wait(future: CallFuture, callee: str) -> Any:

@@ -18,21 +18,29 @@ from gradwire.autograd.gradients import nbytes
 from gradwire.autograd.graph_tasks import BackwardRun
 from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.messages import receive_call, receive_response, send_call, send_results
+from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.autograd.modes import applied as applied_modes
 from gradwire.autograd.modes import capture as capture_modes
 from gradwire.autograd.releases import PeerReleases
+from gradwire.autograd.responses import FullResponse, Response, ShortResponse, read_short
 from gradwire.autograd.serving import serve_cleanup, serve_propagate
+from gradwire.autograd.short_calls import ShortCall, short_call
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
 
 __all__ = [
     "AutogradMessageId",
+    "AutogradMetadata",
     "BackwardRun",
     "ContextId",
     "DistAutogradContainer",
     "DistAutogradContext",
     "DistEngine",
     "EngineHooks",
+    "FullResponse",
     "PeerReleases",
+    "Response",
+    "ShortCall",
+    "ShortResponse",
     "applied_modes",
     "backward_to_leaves",
     "borrowed_grad",
@@ -40,6 +48,7 @@ __all__ = [
     "message_ids",
     "message_protos",
     "nbytes",
+    "read_short",
     "receive_call",
     "receive_response",
     "run_waiting_hooks",
@@ -47,4 +56,5 @@ __all__ = [
     "send_results",
     "serve_cleanup",
     "serve_propagate",
+    "short_call",
 ]

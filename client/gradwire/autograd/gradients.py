@@ -16,7 +16,6 @@ from gradwire.torch_internals import coo_values
 from gradwire.wire.ids import AutogradMessageId
 
 __all__ = [
-    "Contributions",
     "Gradients",
     "TensorMetadata",
     "add_gradients",
@@ -31,20 +30,17 @@ __all__ = [
 Gradients = Sequence[torch.Tensor | None]
 """A gradient, or none, for each tensor of a message that requires grad."""
 
-Contributions = Sequence[tuple[AutogradMessageId, Gradients]]
-"""Gradients for messages of the peer that requested a backward, as the response to it brings them."""
-
 
 class TensorMetadata(NamedTuple):
     """What the gradient of a tensor that was sent must look like."""
 
     shape: torch.Size
+    dtype: torch.dtype
     device: torch.device
-    is_complex: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        return cls(tensor.shape, tensor.device, tensor.is_complex())
+        return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
 def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -113,9 +109,9 @@ def decode_gradients(
                 f"slot {slot} with tensor {index} does not exist: there are {len(expected)}"
             )
         gradient = decoder.tensors[index]
-        shape, device, is_complex = expected[slot]
-        if gradient.shape != shape or gradient.is_complex() != is_complex:
-            kind = "complex" if is_complex else "real"
+        shape, dtype, device = expected[slot]
+        if gradient.shape != shape or gradient.is_complex() != dtype.is_complex:
+            kind = "complex" if dtype.is_complex else "real"
             raise MalformedMessage(
                 f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} for a {kind} tensor of "
                 f"shape {tuple(shape)}"

@@ -21,7 +21,7 @@ from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.kept_state.gathering import Gathering
 from gradwire.autograd.kept_state.remote_segments import ResultGroup, arguments_behind
 from gradwire.autograd.propagating import GradientsToSend, Propagation, send_gradients
-from gradwire.autograd.records import ReceivedTensors, SentArguments
+from gradwire.autograd.records import GradientsToReturn, ReceivedTensors, SentArguments
 from gradwire.torch_internals import (
     current_graph_task_id,
     graph_task_keeps_graph,
@@ -65,7 +65,7 @@ class BackwardRun:
     create_graph: bool = False
     retain_graph: bool = True
     """If another peer requested it, the graph is kept until that peer lets go of it."""
-    contributions: list[tuple[AutogradMessageId, Gradients]] = field(default_factory=list)
+    contributions: list[GradientsToReturn] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Of the results that it starts from: each raises if parameters are no longer those of the forward."""
 
@@ -79,7 +79,7 @@ class BackwardRun:
 
     def contribute(self, received: ReceivedTensors, gradients: Gradients) -> None:
         received.mark_freed(gradients, for_good=not self.retain_graph)
-        self.contributions.append((received.source, gradients))
+        self.contributions.append((received, gradients))
 
 
 class _RunMarker(torch.autograd.Function):

@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 from gradwire import wire
 from gradwire.autograd.feedback import GradientCodecs
 from gradwire.autograd.gradients import Gradients, decode_gradients, encode_gradients, gradient_limits
+from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.autograd.modes import anomaly_is_wanted
-from gradwire.autograd.records import ReceivedTensors, SentArguments
+from gradwire.autograd.records import GradientsToReturn, SentArguments
+from gradwire.autograd.responses import read_short
+from gradwire.autograd.short_gradients import (
+    AWAITS_END,
+    ShortGradients,
+    read_gradients,
+    read_heads,
+    short_request,
+)
 from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.runtime.scope import cancel_with_caller, time_left, waiting
@@ -24,9 +33,7 @@ if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
     from gradwire.autograd.graph_tasks import GraphTaskState
 
-__all__ = ["GradientsToSend", "Propagation", "ResultGradients", "send_gradients", "tell_pass_ended"]
-
-ResultGradients = tuple[ReceivedTensors, Gradients]
+__all__ = ["GradientsToSend", "Propagation", "send_gradients", "tell_pass_ended"]
 
 
 @dataclass(slots=True)
@@ -34,7 +41,7 @@ class GradientsToSend:
     """Gradients for tensors of one peer and one context, to be backpropagated in one run. In the plain case:
     one item."""
 
-    items: Sequence[ResultGradients]
+    items: Sequence[GradientsToReturn]
     suspended: AutogradMessageId | None = None
     """Kept state: the suspended backward that they are part of."""
     to_come: Sequence[AutogradMessageId] = ()
@@ -126,25 +133,28 @@ def send_gradients(
     engine = to.engine
     link = engine.link_to(to)
     releases = engine.releases.to(link)
-    encoder = wire.Encoder(inline_bytes=link.inline_bytes)
-    request = _request_of(to_send, task, link, encoder)
+    retain_graph = task.retain_graph or not all(received.is_freed for received, _ in to_send.items)
+    short = _in_short(to_send, task, link)
     sent = None
-    if task.create_graph:
-        # Propagating is then itself a call that is recorded. (Imported here, because `send_recv` imports this
-        # module.)
-        from gradwire.autograd.send_recv import send
+    if short is None:
+        encoder = wire.Encoder(inline_bytes=link.inline_bytes)
+        request = _request_of(to_send, task, link, encoder)
+        request.retain_graph = retain_graph
+        if task.create_graph:
+            # Propagating is then itself a call that is recorded. (Imported here, because `send_recv` imports
+            # this module.)
+            from gradwire.autograd.send_recv import send
 
-        to.context.write(request.autograd.context)
-        sent = send(engine, request.autograd, encoder.tensors, to.context, link)
+            metadata = AutogradMetadata(to.context)
+            sent = send(engine, metadata, encoder.tensors, link)
+            metadata.write(request.autograd)
     future = ResponseFuture()
     future.on_discarded = releases.on_discarded(autograd_pb2.PropagateGradientsResponse)
     # Without retain_graph the other peer releases these results after serving the request, if that reaches
     # it.
-    lets_go = [] if request.retain_graph else [item for item, _ in to_send.items if not item.are_arguments]
+    lets_go = [] if retain_graph else [item for item, _ in to_send.items if not item.are_arguments]
     # Last, so that nothing which was taken can get lost before the undoing is arranged.
     released = releases.take()
-    if released:
-        request.released.extend(message_protos(released))
     undone = [*released, *(received.source for received in lets_go)]
     if undone or sent is not None:
         engine.releases.undo_if_failed(future, link, None if sent is None else sent.id, undone)
@@ -154,16 +164,27 @@ def send_gradients(
     awaited, awaiting_end = task.awaited, task.awaiting_end
     deliver = partial(_deliver, engine, task.id, awaited, awaiting_end, link, what, to.compression)
     try:
-        table, attachments = encoder.finish()
-        request.tensors.CopyFrom(table)
-        if encoder.saved:
+        if short is None:
+            request.released.extend(message_protos(released))
+            table, attachments = encoder.finish()
+            request.tensors.CopyFrom(table)
             link.count_saved(encoder.saved)
+            body = request.SerializeToString()
+        else:
+            body, attachments = short_request(
+                task.pass_id(engine),
+                to.context,
+                short,
+                released,
+                retain_graph=retain_graph,
+                skip_leaves=not task.collect_leaves,
+            )
         cancel_with_caller(future)
         propagation = Propagation(future, deliver, link.read_for, what, to_send.suspended)
         expect(propagation)
         link.send_request(
             link_pb2.METHOD_PROPAGATE_GRADIENTS,
-            request.SerializeToString(),
+            body,
             attachments,
             timeout=time_left(None),
             future=future,
@@ -176,12 +197,28 @@ def send_gradients(
     return propagation
 
 
+def _in_short(to_send: GradientsToSend, task: GraphTaskState, link: Link) -> ShortGradients | None:
+    """The gradients in short; None if the request has to be in full."""
+    ((to, gradients), *others), run = to_send.items, task.run
+    if (
+        others
+        or not link.plans.are_understood
+        or task.create_graph
+        or to_send.suspended is not None
+        or to.compression is not None
+        or (run is not None and run.collect_into is not None)
+        or anomaly_is_wanted()
+    ):
+        return None
+    short = ShortGradients()
+    return short if short.add(to.source, gradients, to.metadata) else None
+
+
 def _request_of(
     to_send: GradientsToSend, task: GraphTaskState, link: Link, encoder: wire.Encoder
 ) -> autograd_pb2.PropagateGradientsRequest:
     (to, _), run = to_send.items[0], task.run
     request = autograd_pb2.PropagateGradientsRequest(
-        retain_graph=task.retain_graph or not all(received.is_freed for received, _ in to_send.items),
         create_graph=task.create_graph,
         skip_leaves=not task.collect_leaves,
         detect_anomaly=anomaly_is_wanted(),
@@ -218,14 +255,15 @@ def _deliver(
 ) -> bool:
     """Puts the contributions of a response to the arguments that they are for. Whether the backward that made
     them is suspended."""
+    if wire.is_short(payload.body):
+        return _deliver_short(engine, task, awaited, awaiting_end, link, payload)
     response = wire.parse(autograd_pb2.PropagateGradientsResponse, payload.body)
     ids = [AutogradMessageId.parse(contribution.message) for contribution in response.contributions]
     expected = (awaited.get(id) or engine.container.arguments(id) for id in ids)
     metadata = [tensor for sent in expected if sent is not None for tensor in sent.metadata]
     limits = gradient_limits(link.limits, metadata)
     decoder = wire.Decoder(response.tensors, payload.attachments, limits=limits)
-    if decoder.saved:
-        link.count_saved(decoder.saved)
+    link.count_saved(decoder.saved)
     try:
         if response.awaits_end:
             awaiting_end.add(link)
@@ -233,23 +271,60 @@ def _deliver(
             from gradwire.autograd.send_recv import receive
 
             what = f"the backward of {what}"
-            receive(engine, response.autograd, decoder, link, what, compression, are_arguments=False)
+            came = AutogradMetadata.parse(response.autograd)
+            if came.message is not None:
+                receive(engine, came, came.message, decoder, link, what, compression, are_arguments=False)
         for id, contribution in zip(ids, response.contributions, strict=True):
-            # First of all those that were awaited: another response may have overtaken this one, and released
-            # them from the container.
-            sent = awaited.get(id)
-            if sent is None:
-                raise NotFound(
-                    f"{link.peer} sent gradients for arguments that this peer no longer keeps: they were "
-                    "sent in a context that has ended, or in a call that failed; detach what is kept on "
-                    "a worker between contexts"
-                )
-            if not sent.put(task, decode_gradients(contribution, decoder, sent.metadata)):
-                raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {id}")
+            sent = _awaited(awaited, id, link)
+            _put(sent, task, decode_gradients(contribution, decoder, sent.metadata), link)
         return response.is_suspended
     finally:
         if response.released:
             engine.container.release(message_ids(response.released))
+
+
+def _deliver_short(
+    engine: DistEngine,
+    task: int,
+    awaited: dict[AutogradMessageId, SentArguments],
+    awaiting_end: set[Link],
+    link: Link,
+    payload: Payload,
+) -> bool:
+    """`_deliver` of a response in short, whose backward is never suspended."""
+    flags, count, _, released, at = read_short(payload.body)
+    try:
+        if flags & AWAITS_END:
+            awaiting_end.add(link)
+        heads, at = read_heads(payload.body, at, count)
+        reader = wire.MemoryReader(payload.body, at, payload.attachments)
+        for id, slots, repeated in heads:
+            sent = _awaited(awaited, id, link)
+            _put(sent, task, read_gradients(reader, slots, repeated, sent.metadata), link)
+        reader.check_end()
+        return False
+    finally:
+        if released:
+            engine.container.release(released)
+
+
+def _awaited(
+    awaited: dict[AutogradMessageId, SentArguments], id: AutogradMessageId, link: Link
+) -> SentArguments:
+    # Not those of the container: another response may have overtaken this one, and released them from it.
+    sent = awaited.get(id)
+    if sent is None:
+        raise NotFound(
+            f"{link.peer} sent gradients for arguments that this peer no longer keeps: they were sent in a "
+            "context that has ended, or in a call that failed; detach what is kept on a worker between "
+            "contexts"
+        )
+    return sent
+
+
+def _put(sent: SentArguments, task: int, gradients: Gradients, link: Link) -> None:
+    if not sent.put(task, gradients):
+        raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {sent.id}")
 
 
 def tell_pass_ended(context: ContextId, pass_id: AutogradMessageId, link: Link) -> Propagation:

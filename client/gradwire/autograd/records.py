@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradwire.autograd.propagating import Propagation
     from gradwire.autograd.releases import PeerReleases
 
-__all__ = ["ReceivedTensors", "SentArguments", "SentResults"]
+__all__ = ["GradientsToReturn", "ReceivedTensors", "SentArguments", "SentResults"]
 
 
 class SentArguments:
@@ -158,7 +158,7 @@ class ReceivedTensors:
         releases: PeerReleases | None,
         are_arguments: bool,
         what: str,
-        arity: int,
+        metadata: Sequence[TensorMetadata],
         compression: autograd_pb2.Compression | None = None,
         depends_on: Sequence[SentArguments] = (),
         foreign: Sequence[AutogradMessageId] = (),
@@ -170,7 +170,7 @@ class ReceivedTensors:
         self.are_arguments = are_arguments
         self.what = what
         """Names the tensors in errors, such as the results of a call."""
-        self.arity = arity
+        self.metadata = metadata
         self.compression = compression
         """How the gradients of the tensors are compressed."""
         self.depends_on = depends_on
@@ -215,7 +215,7 @@ class ReceivedTensors:
     @property
     def is_freed(self) -> bool:
         """Whether no backward can come through any of the tensors any more."""
-        return len(self._freed) == self.arity
+        return len(self._freed) == len(self.metadata)
 
     def mark_released(self) -> None:
         """Notes that the sender keeps the message no longer, so that it need not be released."""
@@ -227,3 +227,7 @@ class ReceivedTensors:
             self.engine.live.discard(self.source)
         if self._releases is not None:
             self._releases.append(self.source)
+
+
+GradientsToReturn = tuple[ReceivedTensors, Gradients]
+"""Gradients of tensors that came, on their way to the peer that sent them."""

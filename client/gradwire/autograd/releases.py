@@ -13,25 +13,23 @@ from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradwire import wire
 from gradwire.autograd.contexts import DistAutogradContainer
+from gradwire.autograd.responses import Response, what_it_brings
 from gradwire.errors import GradwireError, MalformedMessage
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.system.timers import call_later
-from gradwire.transport.base import Link, Payload, ResponseFuture, Sendable, ServerCall
-from gradwire.wire.ids import AutogradMessageId, message_ids, message_protos
+from gradwire.transport.base import Link, Payload, ResponseFuture, ServerCall
+from gradwire.wire.ids import AutogradMessageId, message_protos
 
 if TYPE_CHECKING:
     from gradwire.autograd.kept_state.graph_segments import SegmentHandle
 
-__all__ = ["HandleReference", "PeerReleases", "Releases", "Response"]
+__all__ = ["HandleReference", "PeerReleases", "Releases"]
 
 _FLUSH_SECONDS = 1.0
 """After this time, releases that found no message to ride on are sent on their own."""
 _MAX_IN_ONE_MESSAGE = 1000
 """How many releases ride on a message at most, so that they do not make it much larger."""
-
-Response = autograd_pb2.ForwardWithAutogradResponse | autograd_pb2.PropagateGradientsResponse
 
 
 class HandleReference(weakref.ref["SegmentHandle"]):
@@ -140,7 +138,7 @@ class Releases:
 
         future.when_settled(undo)
 
-    def respond(self, server_call: ServerCall, response: Response, attachments: Sequence[Sendable]) -> bool:
+    def respond(self, server_call: ServerCall, response: Response) -> bool:
         """Sends a response that carries the waiting releases. Returns whether the requester gets it.
 
         If it does not, or if it cancels, the releases are queued again and the results are released.
@@ -149,8 +147,8 @@ class Releases:
         releases = None if link is None else self.to(link)
         released = [] if releases is None else releases.take()
         results = []
-        if response.HasField("autograd"):
-            results.append(AutogradMessageId.parse(response.autograd.message))
+        if response.metadata is not None and response.metadata.message is not None:
+            results.append(response.metadata.message)
 
         def undo() -> None:
             self._container.release(results)
@@ -160,9 +158,7 @@ class Releases:
 
         is_sent = False
         try:
-            if released:
-                response.released.extend(message_protos(released))
-            is_sent = server_call.respond(response.SerializeToString(), attachments)
+            is_sent = server_call.respond(response.body(released), response.attachments)
         finally:
             if not is_sent:
                 undo()
@@ -197,15 +193,12 @@ class Releases:
             for id in released:
                 releases.append(id)
 
-    def _release_discarded(self, kind: type[Response], body: bytes, releases: PeerReleases) -> None:
+    def _release_discarded(self, kind: type[Any], body: bytes, releases: PeerReleases) -> None:
         """Releases the messages and refs in a response that no future will decode."""
         try:
-            response = wire.parse(kind, body)
+            released, brought = what_it_brings(kind, body)
         except MalformedMessage:
             return
-        self._container.release(message_ids(response.released))
-        if response.HasField("autograd"):
-            releases.append(AutogradMessageId.parse(response.autograd.message))
-        for ref in wire.refs_in([response]):
-            if ref.release_number:
-                releases.append(AutogradMessageId(ref.peer.id, ref.release_number))
+        self._container.release(released)
+        for id in brought:
+            releases.append(id)

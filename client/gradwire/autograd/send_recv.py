@@ -32,15 +32,16 @@ import torch
 
 from gradwire import wire
 from gradwire.autograd.aliases import share_history
-from gradwire.autograd.gradients import Gradients
+from gradwire.autograd.gradients import Gradients, TensorMetadata
 from gradwire.autograd.graph import ANCHOR, TOKEN, apply
 from gradwire.autograd.graph_tasks import current_run, current_task, find_task
 from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment
+from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.autograd.records import ReceivedTensors, SentArguments
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.torch_internals import current_graph_task_id, set_sequence_number
 from gradwire.transport.base import Link
-from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
+from gradwire.wire.ids import AutogradMessageId
 
 if TYPE_CHECKING:
     from gradwire.autograd.engine import DistEngine
@@ -52,21 +53,16 @@ __all__ = ["add_send", "receive", "send"]
 
 
 def send(
-    engine: DistEngine,
-    metadata: autograd_pb2.AutogradMetadata,
-    tensors: Sequence[torch.Tensor],
-    context: ContextId,
-    link: Link,
+    engine: DistEngine, metadata: AutogradMetadata, tensors: Sequence[torch.Tensor], link: Link
 ) -> SentArguments | None:
     """Puts a send node below the arguments of a call; None if none of them requires grad."""
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     if not differentiable:
         return None
-    sent = SentArguments(engine.new_id(), context, differentiable, link.peer.id)
-    sent.id.write(metadata.message)
+    sent = SentArguments(engine.new_id(), metadata.context, differentiable, link.peer.id)
+    metadata.message = sent.id
     if engine.live:
-        reached = engine.graph_segments.reached_by(differentiable, link.peer.id)
-        metadata.depends_on.extend(message_protos(reached))
+        metadata.depends_on = engine.graph_segments.reached_by(differentiable, link.peer.id)
     add_send(sent, differentiable)
     # Kept until the worker says that nothing there refers to them: it may keep state, so that later results
     # depend on these arguments.
@@ -85,34 +81,35 @@ def add_send(sent: SentArguments, tensors: Sequence[torch.Tensor]) -> None:
 
 def receive(
     engine: DistEngine,
-    metadata: autograd_pb2.AutogradMetadata,
-    decoder: wire.Decoder,
+    metadata: AutogradMetadata,
+    message: AutogradMessageId,
+    values: wire.Decoder | wire.PlannedValues,
     link: Link | None,
     what: str,
     compression: autograd_pb2.Compression | None,
     *,
     are_arguments: bool,
 ) -> None:
-    """Puts a recv node above the tensors that came (PyTorch: addRecvRpcBackward)."""
-    slots = [index for index, requires_grad in enumerate(decoder.requires_grad) if requires_grad]
-    depends_on = message_ids(metadata.depends_on)
+    """Puts a recv node above the tensors of a message that came (PyTorch: addRecvRpcBackward)."""
+    slots, tensors = values.slots, values.tensors
+    depends_on = metadata.depends_on
     own = [engine.container.arguments(id) for id in depends_on if id.peer == engine.peer]
     received = ReceivedTensors(
         engine,
-        AutogradMessageId.parse(metadata.message),
-        ContextId.parse(metadata.context),
+        message,
+        metadata.context,
         link=link,
         releases=None if link is None else engine.releases.to(link),
         are_arguments=are_arguments,
         compression=compression,
         what=what,
-        arity=len(slots),
+        metadata=[TensorMetadata.of(tensors[slot]) for slot in slots],
         depends_on=[sent for sent in own if sent is not None and not sent.is_released],
         foreign=[id for id in depends_on if id.peer != engine.peer],
     )
-    if metadata.HasField("segment_handle"):  # kept state
-        builds_on = engine.container.remote_segments(message_ids(metadata.builds_on), received)
-        handle = AutogradMessageId.parse(metadata.segment_handle)
+    handle = metadata.segment_handle
+    if handle is not None:  # kept state
+        builds_on = engine.container.remote_segments(metadata.builds_on, received)
         received.segment = RemoteGraphSegment(handle, received, builds_on)
         engine.container.keep_remote_segment(received.segment)
         if link is not None:
@@ -122,16 +119,16 @@ def receive(
     if are_arguments or received.foreign:
         received.is_live = True
         engine.live.add(received.source)
-    if decoder.is_shared:
-        share_history(decoder.tensors, slots)
+    if values.is_shared:
+        share_history(tensors, slots)
     tokens = [sent.token for sent in received.depends_on]
     if received.segment is not None:
         tokens = [received.segment.token]
     # The call was made with gradients on, even if its result is fetched with gradients off.
     with torch.enable_grad():
-        attached = apply(RecvRpc, received, [decoder.tensors[slot] for slot in slots], *tokens, ANCHOR)
+        attached = apply(RecvRpc, received, [tensors[slot] for slot in slots], *tokens, ANCHOR)
     for slot, tensor in zip(slots, attached, strict=True):
-        decoder.tensors[slot] = tensor
+        tensors[slot] = tensor
 
 
 # -- backward

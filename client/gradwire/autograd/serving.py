@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,7 +12,6 @@ from gradwire.autograd.backward import backward_into_grad, backward_to_leaves
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.feedback import GradientCodecs
 from gradwire.autograd.gradients import (
-    Contributions,
     Gradients,
     add_gradients,
     decode_gradients,
@@ -24,13 +23,16 @@ from gradwire.autograd.graph_tasks import BackwardRun, find_task
 from gradwire.autograd.hooks import run_waiting_hooks
 from gradwire.autograd.kept_state.suspended import SuspendedBackward
 from gradwire.autograd.messages import receive_call, send_results
+from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.autograd.modes import detecting_anomaly
-from gradwire.autograd.records import SentArguments, SentResults
+from gradwire.autograd.records import GradientsToReturn, ReceivedTensors, SentArguments, SentResults
+from gradwire.autograd.responses import FullResponse, ShortResponse
+from gradwire.autograd.short_gradients import AWAITS_END, ShortGradients, ShortRequest
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.runtime.scope import current_scope, entered
 from gradwire.system.threads import computing
-from gradwire.transport.base import Payload, ServerCall
+from gradwire.transport.base import Link, Payload, ServerCall
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids
 
 __all__ = ["serve_cleanup", "serve_propagate"]
@@ -43,16 +45,16 @@ Sent = SentResults | SentArguments
 
 def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     """Backpropagates through messages that this peer sent, and responds when all is done."""
-    request = wire.parse(autograd_pb2.PropagateGradientsRequest, server_call.request.body)
     link = server_call.link
+    if link is not None and wire.is_short(server_call.request.body):
+        _serve_short(engine, server_call, link)
+        return
+    request = wire.parse(autograd_pb2.PropagateGradientsRequest, server_call.request.body)
     if request.released:
         engine.container.release(message_ids(request.released))
     context = ContextId.parse(request.context)
     pass_id = AutogradMessageId.parse(getattr(request, "pass"))
-    if engine.passes.is_over(pass_id):
-        raise NotFound(
-            f"pass {pass_id} is over: its backward failed or was given up, so this no longer counts"
-        )
+    _check_not_over(engine, pass_id)
     if request.pass_ended:
         run_waiting_hooks(engine, pass_id)
         server_call.respond(autograd_pb2.PropagateGradientsResponse().SerializeToString())
@@ -81,29 +83,25 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     with entered(scope), in_use, detecting_anomaly(request.detect_anomaly):
         if request.create_graph:
             with torch.enable_grad():
-                what_came = f"the gradients for {what}"
-                receive_call(engine, request.autograd, decoder, link, what_came, compression)
+                came = AutogradMetadata.parse(request.autograd)
+                receive_call(engine, came, decoder, link, f"the gradients for {what}", compression)
         items = [
             (sent, decode_gradients(message, decoder, sent.metadata))
             for sent, message in zip(all_sent, messages, strict=True)
         ]
         try:
-            contributions, response.is_suspended = _run(engine, run, context, items, request, server_call)
+            contributions, response.is_suspended = _run_or_suspend(
+                engine, run, context, items, request, server_call
+            )
         finally:
             if not request.retain_graph:
                 engine.container.release([sent.id for sent in all_sent if isinstance(sent, SentResults)])
         response.awaits_end = engine.passes.hooks.any_waiting(pass_id)
         _encode_contributions(contributions, run, response, encoder, compression)
+        made = None
         if request.create_graph:
-            own = (
-                AutogradMessageId.parse(request.autograd.message)
-                if request.autograd.HasField("message")
-                else None
-            )
             with torch.enable_grad():
-                autograd = send_results(engine, encoder.tensors, context, own, what)
-            if autograd is not None:
-                response.autograd.CopyFrom(autograd)
+                made = send_results(engine, encoder.tensors, context, came.message, what)
     # The last references to the graph, so that what it held is released with this very response.
     del all_sent, items, contributions
     table, attachments = encoder.finish()
@@ -112,7 +110,40 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     del encoder, decoder, run
     if link is not None and saved:
         link.count_saved(saved)
-    engine.releases.respond(server_call, response, attachments)
+    engine.releases.respond(server_call, FullResponse(response, attachments, made))
+
+
+def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link) -> None:
+    """`serve_propagate` for a request in short."""
+    request = ShortRequest(server_call.request.body)
+    if request.released:
+        engine.container.release(request.released)
+    _check_not_over(engine, request.pass_id)
+    sent = _find(engine, request.message)
+    gradients = request.gradients(sent.metadata, server_call.request.attachments)
+    server_call.request = Payload(b"")
+    run = BackwardRun(
+        engine, request.pass_id, link.peer.id, collect_leaves=not request.skip_leaves, collect_into=None
+    )
+    context = request.context
+    scope = current_scope().for_request(context, detect_anomaly=False)
+    with entered(scope), engine.container.in_use(context, requester=run.requester):
+        try:
+            _run(engine, run, context, [(sent, gradients)])
+        finally:
+            if not request.retain_graph and isinstance(sent, SentResults):
+                engine.container.release([sent.id])
+        awaits_end = engine.passes.hooks.any_waiting(request.pass_id)
+        response = _short_contributions(run, awaits_end) or _full_contributions(run, awaits_end, link)
+    del sent, gradients, run  # as in `serve_propagate`
+    engine.releases.respond(server_call, response)
+
+
+def _check_not_over(engine: DistEngine, pass_id: AutogradMessageId) -> None:
+    if engine.passes.is_over(pass_id):
+        raise NotFound(
+            f"pass {pass_id} is over: its backward failed or was given up, so this no longer counts"
+        )
 
 
 def _find(engine: DistEngine, id: AutogradMessageId) -> Sent:
@@ -131,23 +162,19 @@ def _describe(all_sent: Sequence[Sent]) -> str:
     return f"the backward of {', '.join(functions)}" if functions else "a backward"
 
 
-def _run(
+def _run_or_suspend(
     engine: DistEngine,
     run: BackwardRun,
     context: ContextId,
     items: Sequence[tuple[Sent, Gradients]],
     request: autograd_pb2.PropagateGradientsRequest,
     server_call: ServerCall,
-) -> tuple[Contributions, bool]:
+) -> tuple[list[GradientsToReturn], bool]:
     """Backpropagates. The contributions, and whether the backward is suspended until more gradients come."""
-    run.checks = [
-        sent.check_fresh
-        for sent, _ in items
-        if isinstance(sent, SentResults) and sent.check_fresh is not None
-    ]
     if not request.HasField("suspended_backward"):
-        _run_from_sent(engine, run, context, items)
+        _run(engine, run, context, items)
         return run.contributions, False
+    run.checks = _checks(items)
     results = [(sent, gradients) for sent, gradients in items if isinstance(sent, SentResults)]
     id = AutogradMessageId.parse(request.suspended_backward)
     suspended = engine.suspended.get(id)
@@ -159,7 +186,7 @@ def _run(
         suspended = SuspendedBackward(run, server_call)
         root = suspended.root(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
         if root is None:
-            _run_from_sent(engine, run, context, items)
+            _run(engine, run, context, items)
             return run.contributions, False
         suspended.start(id, partial(_run_suspended, engine, run, context, [root], request.detect_anomaly))
     return suspended.add(results, server_call)
@@ -175,10 +202,19 @@ def _run_suspended(
     roots.clear()  # and the graph with them, before there is a response
 
 
-def _run_from_sent(
+def _checks(items: Sequence[tuple[Sent, Gradients]]) -> list[Callable[[], None]]:
+    return [
+        sent.check_fresh
+        for sent, _ in items
+        if isinstance(sent, SentResults) and sent.check_fresh is not None
+    ]
+
+
+def _run(
     engine: DistEngine, run: BackwardRun, context: ContextId, items: Sequence[tuple[Sent, Gradients]]
 ) -> None:
     """Backpropagates from tensors that this peer sent."""
+    run.checks = _checks(items)
     wanted = [
         (edge, gradient)
         for sent, gradients in items
@@ -223,23 +259,51 @@ def _deliver_if_awaited(sent: SentArguments | None, gradients: Gradients, run: B
 
 
 def _encode_contributions(
-    contributions: Contributions,
+    contributions: Sequence[GradientsToReturn],
     run: BackwardRun,
     response: autograd_pb2.PropagateGradientsResponse,
     encoder: wire.Encoder,
     compression: autograd_pb2.Compression | None,
 ) -> None:
-    """One entry a message, even if its recv node ran more than once."""
     codecs = None
     if compression is not None:
         codecs = GradientCodecs(
             run.engine.feedback, run.requester or 0, compression, create_graph=run.create_graph
         )
-    totals: dict[AutogradMessageId, list[torch.Tensor | None]] = {}
-    for id, gradients in contributions:
-        add_gradients(totals.setdefault(id, [None] * len(gradients)), gradients)
-    for position, (id, total) in enumerate(totals.items()):
-        encode_gradients(response.contributions.add(), id, total, encoder, codecs, position)
+    for position, (received, total) in enumerate(_totals(contributions)):
+        message = response.contributions.add()
+        encode_gradients(message, received.source, total, encoder, codecs, position)
+
+
+def _short_contributions(run: BackwardRun, awaits_end: bool) -> ShortResponse | None:
+    """The response to a request in short; None if it has to be in full."""
+    short = ShortGradients()
+    for received, total in _totals(run.contributions):
+        if not short.add(received.source, total, received.metadata):
+            return None
+    content, attachments = short.with_heads()
+    return ShortResponse(AWAITS_END if awaits_end else 0, len(short.heads), None, content, attachments)
+
+
+def _full_contributions(run: BackwardRun, awaits_end: bool, link: Link) -> FullResponse:
+    """The response in full to a request in short."""
+    response = autograd_pb2.PropagateGradientsResponse(awaits_end=awaits_end)
+    encoder = wire.Encoder(inline_bytes=link.inline_bytes)
+    _encode_contributions(run.contributions, run, response, encoder, None)
+    table, attachments = encoder.finish()
+    response.tensors.CopyFrom(table)
+    return FullResponse(response, attachments, None)
+
+
+def _totals(contributions: Sequence[GradientsToReturn]) -> list[GradientsToReturn]:
+    """The sum for each message: its recv node may run more than once."""
+    if len(contributions) < 2:
+        return list(contributions)
+    totals: dict[AutogradMessageId, tuple[ReceivedTensors, list[torch.Tensor | None]]] = {}
+    for received, gradients in contributions:
+        _, total = totals.setdefault(received.source, (received, [None] * len(gradients)))
+        add_gradients(total, gradients)
+    return list(totals.values())
 
 
 def serve_cleanup(engine: DistEngine, server_call: ServerCall) -> None:

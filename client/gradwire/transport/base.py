@@ -23,7 +23,7 @@ import numpy.typing as npt
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import link_pb2, tensor_pb2
 from gradwire.system.callbacks import call_each, call_elsewhere
-from gradwire.wire import Limits, supported_codecs
+from gradwire.wire import Limits, Plans, supported_codecs
 
 __all__ = [
     "Buffer",
@@ -354,6 +354,8 @@ class Link(ABC):
     """Whether the link ended because the other peer was unreachable for longer than `lost_after`."""
     upper_state: Any = None
     """Opaque to the transport, and kept for as long as the link lives; autograd keeps its releases there."""
+    plans: Plans
+    """The plans of calls over this link, in both directions."""
 
     @abstractmethod
     def send_request(

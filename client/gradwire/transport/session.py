@@ -37,7 +37,7 @@ from gradwire.transport.base import (
     Traffic,
 )
 from gradwire.transport.streams import GrpcStream, SocketStream
-from gradwire.wire import Limits
+from gradwire.wire import Limits, Plans
 
 __all__ = ["Budget", "InboundCall", "OutboundCall", "Session"]
 
@@ -138,6 +138,7 @@ class Session(Link):
         self.settings = settings
         self.limits = Limits(max_tensor_elements=settings.max_tensor_elements)
         self.peer_max_message_bytes = settings.max_message_bytes
+        self.plans = Plans()
         self._handler = handler
         self._lock = threading.RLock()  # a destructor may end a call within any line
         self._delivered = threading.Condition(self._lock)

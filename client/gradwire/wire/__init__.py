@@ -11,7 +11,11 @@ that tensors view.
 from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_codec, supported_codecs
 from .limits import MAX_DEPTH, Limits
 from .messages import parse, refs_in
+from .plan_tables import MARK, Plans, ReceivedPlan, SentPlan, is_short
+from .plans import EMPTY, LARGEST_INLINE, Flat, MemoryReader, PlannedValues, flatten, write_memory
+from .storage_decoding import Buffer
 from .storage_encoding import Attachment
+from .tensor_encoding import size_if_simple
 from .types import TypeRegistry, default_types, register_type
 from .value_decoding import Decoder
 from .value_encoding import ATTACH_FROM, Encoder
@@ -20,19 +24,33 @@ __all__ = [
     "ATTACH_FROM",
     "CODECS",
     "COMPRESS_FROM",
+    "EMPTY",
+    "LARGEST_INLINE",
+    "MARK",
     "MAX_DEPTH",
     "Attachment",
+    "Buffer",
     "Codec",
     "Decoder",
     "Encoder",
+    "Flat",
     "Limits",
+    "MemoryReader",
+    "PlannedValues",
+    "Plans",
+    "ReceivedPlan",
     "Residual",
+    "SentPlan",
     "TypeRegistry",
     "default_types",
     "find_codec",
+    "flatten",
+    "is_short",
     "parse",
     "refs_in",
     "register_type",
     "require_codec",
+    "size_if_simple",
     "supported_codecs",
+    "write_memory",
 ]

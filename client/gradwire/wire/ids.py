@@ -6,9 +6,10 @@ import struct
 from collections.abc import Iterable
 from typing import Generic, Self, TypeVar
 
+from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
 
-__all__ = ["AutogradMessageId", "ContextId", "message_ids", "message_protos"]
+__all__ = ["AutogradMessageId", "ContextId", "message_ids", "message_protos", "read_ids"]
 
 Message = TypeVar("Message", autograd_pb2.ContextId, autograd_pb2.AutogradMessageId)
 
@@ -33,6 +34,11 @@ class _Id(bytes, Generic[Message]):
 
     def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
         return _unpack(self)
+
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """The id of these 16 bytes."""
+        return _new(cls, content)
 
     @property
     def peer(self) -> int:
@@ -83,6 +89,16 @@ class AutogradMessageId(_Id[autograd_pb2.AutogradMessageId]):
 
 def message_ids(messages: Iterable[autograd_pb2.AutogradMessageId]) -> list[AutogradMessageId]:
     return [_new(AutogradMessageId, _pack(message.peer, message.number)) for message in messages]
+
+
+def read_ids(body: bytes, at: int, count: int) -> list[AutogradMessageId]:
+    """Ids that stand in a body one after another."""
+    end = at + count * _layout.size
+    if end > len(body):
+        raise MalformedMessage(f"a body of {len(body)} bytes lacks ids")
+    return [
+        _new(AutogradMessageId, body[start : start + _layout.size]) for start in range(at, end, _layout.size)
+    ]
 
 
 def message_protos(ids: Iterable[AutogradMessageId]) -> list[autograd_pb2.AutogradMessageId]:

@@ -15,7 +15,7 @@ from .dtypes import NUMBERS, QUANTIZED
 from .memory import contiguous_strides, flip_signs, spanned_elements
 from .storage_encoding import Attachment, StorageWriter, TensorSpan
 
-__all__ = ["TensorWriter"]
+__all__ = ["TensorWriter", "size_if_simple"]
 
 _STRIDED = torch.strided
 _Tensor: Any = torch.Tensor
@@ -34,7 +34,7 @@ _QUANTIZATION_SCHEMES = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 _CHANNEL_SCHEMES = (torch.per_channel_affine, torch.per_channel_symmetric)
 
 
-def _size_if_simple(tensor: torch.Tensor) -> int | None:
+def size_if_simple(tensor: torch.Tensor) -> int | None:
     """The bytes to send for a simple tensor; None for any other tensor.
 
     A simple tensor is a plain strided tensor on the CPU that is contiguous, or repeats one element, as the
@@ -128,7 +128,7 @@ class TensorWriter:
         index = self._indices.get(id(tensor))
         if index is not None:
             return index
-        size = _size_if_simple(tensor)
+        size = size_if_simple(tensor)
         if size is None:
             reason = _reason_against(tensor)
             if reason is not None:

@@ -38,8 +38,8 @@ class Decoder:
 
     The constructor checks and builds all tensors; `value` decodes one value. `tensors` starts with the
     tensors of the sender, in the sender's order; the components of sparse tensors come at the end. They do
-    not require grad yet: `requires_grad` says which tensors did at the sender, and `devices` on which devices
-    they were. Entries of `tensors` may be replaced before `value` is called. The memory of writable
+    not require grad yet: `slots` says which tensors did at the sender, and `devices` on which devices they
+    were. Entries of `tensors` may be replaced before `value` is called. The memory of writable
     attachments is used without copying.
 
     Raises MalformedMessage for a message that is not valid, and TypeMismatch for a dataclass, named tuple or
@@ -60,7 +60,8 @@ class Decoder:
         self._resolve_ref = resolve_ref
         self._reader = TensorReader(table, attachments, limits)
         self.tensors = self._reader.tensors
-        self.requires_grad = self._reader.requires_grad
+        self.slots = [index for index, is_wanted in enumerate(self._reader.requires_grad) if is_wanted]
+        """Which tensors required grad at the sender."""
         self.devices = self._reader.devices
         self.is_shared = self._reader.is_shared
         """Whether several tensors view the same storage."""
@@ -69,9 +70,8 @@ class Decoder:
 
     def keep_requires_grad(self) -> None:
         """Makes the tensors that required grad at the sender require grad here, as leaves."""
-        for tensor, requires_grad in zip(self.tensors, self.requires_grad, strict=False):
-            if requires_grad:
-                tensor.requires_grad_()
+        for slot in self.slots:
+            self.tensors[slot].requires_grad_()
 
     def value(self, message: value_pb2.Value, path: str = "value") -> object:
         """The value of one message. `path` names the value in errors."""

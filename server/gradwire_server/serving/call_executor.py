@@ -13,7 +13,7 @@ import torch
 
 from gradwire import wire
 from gradwire.api.workers import handle_for
-from gradwire.autograd import AutogradMessageId, ContextId, applied_modes, receive_call, send_results
+from gradwire.autograd import Response, applied_modes, receive_call, send_results
 from gradwire.errors import InvalidDeviceMap, MalformedMessage, NotFound
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import autograd_pb2, value_pb2
@@ -23,6 +23,7 @@ from gradwire_server.objects.optimizers import WorkerOptimizer
 from gradwire_server.objects.registry import ExposedFunction, Registry
 from gradwire_server.objects.store import ObjectOptions, ObjectStore
 from gradwire_server.objects.stored import IssuedRef, Recipe, StoredObject, is_data
+from gradwire_server.serving.call_requests import CallRequest, CallResult
 from gradwire_server.serving.limits import HoldLimits
 from gradwire_server.serving.staleness import staleness_check, unshared_result
 
@@ -56,17 +57,18 @@ class CallExecutor:
 
     def execute(
         self,
-        request: autograd_pb2.ForwardWithAutogradRequest,
+        call: CallRequest,
         server_call: ServerCall,
-        context: ContextId | None,
         release_numbers: list[int],
-    ) -> tuple[autograd_pb2.ForwardWithAutogradResponse, Sequence[wire.Attachment]]:
+    ) -> Response:
         """Executes a call. Adds the release numbers of the refs in its response to `release_numbers`, also
         if the call fails.
 
         On return nothing refers to the arguments but what the function itself kept, and nothing refers to the
         results: once they are sent, the caller alone decides how long they stay.
         """
+        request = call.message
+        context = None if call.metadata is None else call.metadata.context
         target, function = self._find_function(request)
         is_internal = request.function.startswith(_INTERNAL_PREFIX)
         owner = _owner_of_new_objects(request, server_call)
@@ -79,40 +81,46 @@ class CallExecutor:
         recipe = self._recipe(function, request, server_call)
         with self._objects.in_use(called_object):
             result, check_staleness = self._compute(
-                function, target, called_object, request, server_call, is_internal=is_internal
+                function, target, called_object, call, server_call, is_internal=is_internal
             )
         if request.HasField("keep") or function.makes_objects:
             options = ObjectOptions(request.keep.name, allow_stale=request.keep.allow_stale, recipe=recipe)
             issued = self._objects.issue_ref(result, owner, options)
             release_numbers.append(issued.release_number)
             result = issued
-        encoder = wire.Encoder(
-            types=self._registry.types,
-            attach_from=wire.ATTACH_FROM if server_call.link else None,
-            inline_bytes=server_call.link.inline_bytes if server_call.link else 0,
-            codec=wire.find_codec(request.compression.forward),
-            ref_of=lambda value: self._ref_of(value, owner, release_numbers),
-        )
-        response = autograd_pb2.ForwardWithAutogradResponse(result=encoder.value(result, "result"))
-        table, attachments = encoder.finish()
-        response.tensors.CopyFrom(table)
-        if server_call.link is not None and encoder.saved:
-            server_call.link.count_saved(encoder.saved)
+        link = server_call.link
+        sent = CallResult(call, result, lambda: self._encoder(request, link, owner, release_numbers))
+        if link is not None:
+            link.count_saved(sent.saved)
         # The results are recorded last, when nothing can fail any more: only the receiver of the response
         # releases the record.
-        if context is not None:
-            message = request.autograd.message if request.autograd.HasField("message") else None
-            autograd = send_results(
+        metadata = None
+        if call.metadata is not None:
+            metadata = send_results(
                 self._peer.engine,
-                encoder.tensors,
-                context,
-                None if message is None else AutogradMessageId.parse(message),
+                sent.tensors,
+                call.metadata.context,
+                call.metadata.message,
                 request.function if target is None else f"{type(target.value).__name__}.{request.function}",
                 check_staleness,
             )
-            if autograd is not None:
-                response.autograd.CopyFrom(autograd)
-        return response, attachments
+        return sent.response(metadata)
+
+    def _encoder(
+        self,
+        request: autograd_pb2.ForwardWithAutogradRequest,
+        link: Link | None,
+        owner: int,
+        release_numbers: list[int],
+    ) -> wire.Encoder:
+        """For a result that is sent in full."""
+        return wire.Encoder(
+            types=self._registry.types,
+            attach_from=None if link is None else wire.ATTACH_FROM,
+            inline_bytes=0 if link is None else link.inline_bytes,
+            codec=wire.find_codec(request.compression.forward),
+            ref_of=lambda value: self._ref_of(value, owner, release_numbers),
+        )
 
     def runs_on_optimizer(self, request: autograd_pb2.ForwardWithAutogradRequest) -> bool:
         """Whether a call is one of a trainer's optimizer here. Objects of the user's may have methods of the
@@ -143,14 +151,14 @@ class CallExecutor:
         function: ExposedFunction,
         target: StoredObject | None,
         called_object: StoredObject | None,
-        request: autograd_pb2.ForwardWithAutogradRequest,
+        call: CallRequest,
         server_call: ServerCall,
         *,
         is_internal: bool,
     ) -> tuple[object, Callable[[], None] | None]:
         """The result, and a check that its backward can still be run."""
         used = [] if called_object is None else [called_object]
-        args, kwargs = self._arguments(request, server_call.request.attachments, server_call.link, used)
+        args, kwargs = self._arguments(call, server_call.request.attachments, server_call.link, used)
         # Internal functions reserve the parameters themselves.
         guard = None if is_internal else self._objects.parameters.read_by_call(used)
         if guard is None:
@@ -161,13 +169,21 @@ class CallExecutor:
 
     def _arguments(
         self,
-        request: autograd_pb2.ForwardWithAutogradRequest,
+        call: CallRequest,
         attachments: Sequence[Buffer],
         link: Link | None,
         used: list[StoredObject],
     ) -> tuple[list[object], dict[str, object]]:
         """The arguments of a call, as part of the graph here. Adds the stored objects among them to
         `used`."""
+        request = call.message
+        what = f"the arguments of {request.function}"
+        if call.short is not None:
+            values = call.short.values(attachments)
+            receive_call(self._peer.engine, call.metadata, values, link, what)
+            args, names = values.values(), call.short.plan.names
+            kwargs = {name: args.pop() for name in reversed(names)}
+            return args, kwargs
         decoder = wire.Decoder(
             request.tensors,
             attachments,
@@ -175,21 +191,17 @@ class CallExecutor:
             types=self._registry.types,
             resolve_ref=partial(self._resolve_ref, used),
         )
-        if link is not None and decoder.saved:
+        if link is not None:
             link.count_saved(decoder.saved)
         _put_on_devices(decoder, request.devices)
-        receive_call(
-            self._peer.engine,
-            request.autograd,
-            decoder,
-            link,
-            f"the arguments of {request.function}",
-            request.compression if request.HasField("compression") else None,
-        )
+        compression = request.compression if request.HasField("compression") else None
+        receive_call(self._peer.engine, call.metadata, decoder, link, what, compression)
         args = [decoder.value(value, f"args[{index}]") for index, value in enumerate(request.args)]
         kwargs = {}
         if request.kwargs:  # checked first, because iterating over a protobuf map is slow even if it is empty
             kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
+        if request.plan and link is not None:
+            call.keep_plan(link, args, kwargs)
         return args, kwargs
 
     # -- refs
@@ -249,7 +261,8 @@ class CallExecutor:
 
     def recreate(self, recipe: Recipe) -> object:
         """The object that a recipe makes."""
-        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, recipe.request)
+        call = CallRequest(recipe.request, None)
+        request = call.message
         for ref in _refs_in(request):
             ref.peer.id = ref.peer.id or self._peer.identity.id
         with ExitStack() as stack:
@@ -260,7 +273,7 @@ class CallExecutor:
             attachments = [
                 numpy.frombuffer(bytearray(attachment), numpy.uint8) for attachment in recipe.attachments
             ]
-            args, kwargs = self._arguments(request, attachments, None, [])
+            args, kwargs = self._arguments(call, attachments, None, [])
             return _call(function, target, args, kwargs)
 
 

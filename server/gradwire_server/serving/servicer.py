@@ -10,14 +10,15 @@ from functools import partial
 import torch
 
 from gradwire import __version__, wire
-from gradwire.autograd import ContextId, applied_modes, message_ids, nbytes
+from gradwire.autograd import applied_modes, nbytes
 from gradwire.errors import Cancelled, MalformedMessage, Unavailable
 from gradwire.peers.local import LocalPeer
-from gradwire.proto.v1 import autograd_pb2, describe_pb2, link_pb2
+from gradwire.proto.v1 import describe_pb2, link_pb2
 from gradwire.runtime.scope import current_scope, entered
 from gradwire.transport import Handler, ServerCall, faults
 from gradwire_server.objects.registry import Registry
 from gradwire_server.serving.call_executor import CallExecutor
+from gradwire_server.serving.call_requests import CallRequest
 from gradwire_server.serving.scheduler import CallScheduler
 
 __all__ = ["Servicer"]
@@ -80,7 +81,7 @@ class Servicer:
         """Whether a call ends a step that was prepared. Refusing it would leave other workers with half a
         step."""
         try:
-            request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
+            request = CallRequest(server_call.request.body, server_call.link).message
         except MalformedMessage:
             return False
         return request.function in ("commit", "abort", "outcome") and self._executor.runs_on_optimizer(
@@ -96,24 +97,23 @@ class Servicer:
             self._running_calls.discard(server_call)
 
     def _forward(self, server_call: ServerCall) -> None:
-        request = wire.parse(autograd_pb2.ForwardWithAutogradRequest, server_call.request.body)
+        link = server_call.link
+        call = CallRequest(server_call.request.body, link)
         engine = self._peer.engine
-        if request.released:
-            engine.container.release(message_ids(request.released))
-        context = ContextId.parse(request.autograd.context) if request.HasField("autograd") else None
-        scope = current_scope().for_request(context, request.modes.detect_anomaly)
+        if call.released:
+            engine.container.release(call.released)
+        context = None if call.metadata is None else call.metadata.context
+        modes = call.message.modes
+        scope = current_scope().for_request(context, modes.detect_anomaly)
         release_numbers: list[int] = []
         is_sent = False
         try:
-            with entered(scope), applied_modes(request.modes):
+            with entered(scope), applied_modes(modes):
                 # With gradients off, a requester does not say when a context ends (`messages.send_call`).
-                link = server_call.link
                 requester = link.peer.id if link is not None and torch.is_grad_enabled() else None
                 with engine.container.in_use(context, requester=requester):
-                    response, attachments = self._executor.execute(
-                        request, server_call, context, release_numbers
-                    )
-            is_sent = engine.releases.respond(server_call, response, attachments)
+                    response = self._executor.execute(call, server_call, release_numbers)
+            is_sent = engine.releases.respond(server_call, response)
         finally:
             if release_numbers and not is_sent:
                 self._executor.release(release_numbers)

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from gradwire import wire
-from gradwire.autograd.gradients import decode_gradients
+from gradwire.autograd.gradients import TensorMetadata, decode_gradients
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
 
-CPU = torch.device("cpu")
-LIKE = [(torch.Size([3]), CPU, False), (torch.Size([2]), CPU, True)]
+LIKE = [TensorMetadata.of(torch.empty(3)), TensorMetadata.of(torch.empty(2, dtype=torch.complex64))]
 
 
 def decoded(gradient: torch.Tensor, slot: int, tensors: list[int] | None = None) -> list[torch.Tensor | None]:

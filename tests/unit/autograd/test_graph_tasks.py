@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from gradwire import wire
-from gradwire.autograd import AutogradMessageId, ContextId, DistEngine, graph_tasks, receive_call
+from gradwire.autograd import (
+    AutogradMessageId,
+    AutogradMetadata,
+    ContextId,
+    DistEngine,
+    graph_tasks,
+    receive_call,
+)
 from gradwire.proto.v1 import autograd_pb2, tensor_pb2
 
 
@@ -48,7 +55,8 @@ def test_what_is_left_of_a_backward_that_is_over_adds_nothing() -> None:
     late, current = (graph_tasks.BackwardRun(engine, id, 7, True, None) for id in (old, new))
     engine.accumulate(late, context, leaf, torch.ones(2))
     engine.container.get(context).clear_gradients()
-    receive_call(engine, call, wire.Decoder(tensor_pb2.TensorTable(), []), None, "a call")
+    metadata = AutogradMetadata.parse(call)
+    receive_call(engine, metadata, wire.Decoder(tensor_pb2.TensorTable(), []), None, "a call")
     engine.accumulate(late, context, leaf, torch.ones(2))
     assert engine.container.get(context).gradients() == {}
     engine.accumulate(current, context, leaf, torch.ones(2))

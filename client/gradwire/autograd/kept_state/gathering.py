@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from gradwire.autograd.gradients import Gradients
 from gradwire.autograd.kept_state.remote_segments import RemoteGraphSegment, ResultGroup, arguments_behind
-from gradwire.autograd.propagating import GradientsToSend, Propagation, ResultGradients
-from gradwire.autograd.records import ReceivedTensors
+from gradwire.autograd.propagating import GradientsToSend, Propagation
+from gradwire.autograd.records import GradientsToReturn, ReceivedTensors
 from gradwire.torch_internals import will_engine_execute_node
 from gradwire.wire.ids import AutogradMessageId
 
@@ -36,7 +36,7 @@ class Gathering:
         results = (reference() for reference in group.results.valuerefs())
         self._awaited = {result for result in results if result is not None and _will_run(result)}
         """Results whose recv nodes have not run yet."""
-        self._gathered: list[ResultGradients] = []
+        self._gathered: list[GradientsToReturn] = []
         self._passed: set[RemoteGraphSegment] = set()
         """What lies behind the results whose gradients were gathered."""
         self._last: Propagation | None = None
@@ -55,7 +55,7 @@ class Gathering:
                 self._task.send_alone(received, gradients)
         elif gradients is not None or suspended is not None:  # which need not wait for a result without
             self._task.await_contributions(arguments_behind(received, self._passed), self)
-            self._gathered.append((received, gradients or [None] * received.arity))
+            self._gathered.append((received, gradients or [None] * len(received.metadata)))
         if not self._awaited:
             self.flush()
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd.gradients import Contributions, Gradients
+from gradwire.autograd.gradients import Gradients
 from gradwire.autograd.graph import TOKEN, nodes_from
 from gradwire.autograd.graph_tasks import BackwardRun, current_task
-from gradwire.autograd.records import SentResults
+from gradwire.autograd.records import GradientsToReturn, SentResults
 from gradwire.errors import Cancelled
 from gradwire.runtime.scope import waiting
 from gradwire.system.threads import DaemonThreads
@@ -73,7 +73,7 @@ class SuspendedBackward:
         self._run.engine.suspended[id] = self
         self._end.add_done_callback(partial(self._run.engine.suspended.pop, id))
 
-    def add(self, items: Items, server_call: ServerCall) -> tuple[Contributions, bool]:
+    def add(self, items: Items, server_call: ServerCall) -> tuple[list[GradientsToReturn], bool]:
         """Adds gradients, and returns when all that follows from them is done; without gradients, no more
         come. The contributions, and whether the backward is suspended until more gradients come."""
         done: Future[None] = Future()

@@ -83,7 +83,7 @@ class Compression(_message.Message):
     def __init__(self, forward: _Optional[_Union[_tensor_pb2.Codec, str]] = ..., backward: _Optional[_Union[_tensor_pb2.Codec, str]] = ..., error_feedback: bool = ..., site: _Optional[int] = ...) -> None: ...
 
 class ForwardWithAutogradRequest(_message.Message):
-    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices", "keep", "compression")
+    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices", "keep", "compression", "plan")
     class KwargsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class ForwardWithAutogradRequest(_message.Message):
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     function: str
     args: _containers.RepeatedCompositeFieldContainer[_value_pb2.Value]
     kwargs: _containers.MessageMap[str, _value_pb2.Value]
@@ -113,19 +114,24 @@ class ForwardWithAutogradRequest(_message.Message):
     devices: _containers.RepeatedScalarFieldContainer[str]
     keep: Keep
     compression: Compression
-    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ...) -> None: ...
+    plan: int
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., plan: _Optional[int] = ...) -> None: ...
 
 class ForwardWithAutogradResponse(_message.Message):
-    __slots__ = ("result", "tensors", "autograd", "released")
+    __slots__ = ("result", "tensors", "autograd", "released", "plan_is_kept", "result_number")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    PLAN_IS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     result: _value_pb2.Value
     tensors: _tensor_pb2.TensorTable
     autograd: AutogradMetadata
     released: _containers.RepeatedCompositeFieldContainer[AutogradMessageId]
-    def __init__(self, result: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ...) -> None: ...
+    plan_is_kept: bool
+    result_number: int
+    def __init__(self, result: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., plan_is_kept: bool = ..., result_number: _Optional[int] = ...) -> None: ...
 
 class Gradients(_message.Message):
     __slots__ = ("message", "slots", "tensors")

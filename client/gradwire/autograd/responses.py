@@ -1,0 +1,99 @@
+"""The two forms of a response: in full, as a message of the contract, and in short, to a request in short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from struct import error as StructError
+from typing import Any
+
+from gradwire import wire
+from gradwire.autograd.metadata import AutogradMetadata
+from gradwire.errors import MalformedMessage
+from gradwire.proto.v1 import autograd_pb2
+from gradwire.wire import Attachment
+from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
+
+__all__ = ["FullResponse", "Response", "ShortResponse", "read_short", "what_it_brings"]
+
+_HEAD = Struct("<BBH")
+"""The mark of a short form, flags, and a number. What the last two mean depends on the request."""
+_NO_METADATA = AutogradMetadata(ContextId(0, 0))
+
+
+class FullResponse:
+    __slots__ = ("_message", "attachments", "metadata")
+
+    def __init__(
+        self,
+        message: autograd_pb2.ForwardWithAutogradResponse | autograd_pb2.PropagateGradientsResponse,
+        attachments: Sequence[Attachment],
+        metadata: AutogradMetadata | None,
+    ) -> None:
+        self._message = message
+        self.attachments = attachments
+        self.metadata = metadata
+        """Of the tensors that require grad in it, if there are any."""
+        if metadata is not None:
+            metadata.write(message.autograd)
+
+    def body(self, released: Sequence[AutogradMessageId]) -> bytes:
+        """The body, with releases that ride on it."""
+        if released:
+            self._message.released.extend(message_protos(released))
+        return self._message.SerializeToString()
+
+
+class ShortResponse:
+    __slots__ = ("_content", "_flags", "_number", "attachments", "metadata")
+
+    def __init__(
+        self,
+        flags: int,
+        number: int,
+        metadata: AutogradMetadata | None,
+        content: bytes,
+        attachments: Sequence[Attachment],
+    ) -> None:
+        self._flags = flags
+        self._number = number
+        self._content = content
+        self.attachments = attachments
+        self.metadata = metadata
+
+    def body(self, released: Sequence[AutogradMessageId]) -> bytes:
+        """As that of `FullResponse`."""
+        metadata = self.metadata or _NO_METADATA
+        head = _HEAD.pack(wire.MARK, self._flags, self._number)
+        return b"".join((head, metadata.in_short(released), self._content))
+
+
+Response = FullResponse | ShortResponse
+
+
+def read_short(body: bytes) -> tuple[int, int, AutogradMetadata, list[AutogradMessageId], int]:
+    """Flags, number, metadata and releases of a response in short, and where its content begins."""
+    try:
+        _, flags, number = _HEAD.unpack_from(body)
+    except StructError as error:
+        raise MalformedMessage(f"a response of {len(body)} bytes") from error
+    return flags, number, *AutogradMetadata.from_short(body, _HEAD.size)
+
+
+def what_it_brings(
+    kind: type[Any], body: bytes
+) -> tuple[Sequence[AutogradMessageId], list[AutogradMessageId]]:
+    """What a response that nobody will decode would have released here, and what is to be released at the
+    other peer: the results and refs that it brings. `kind` is its message in full."""
+    if wire.is_short(body):
+        _, _, metadata, released, _ = read_short(body)
+        return released, [] if metadata.message is None else [metadata.message]
+    response = wire.parse(kind, body)
+    brought = [
+        AutogradMessageId(ref.peer.id, ref.release_number)
+        for ref in wire.refs_in([response])
+        if ref.release_number
+    ]
+    if response.HasField("autograd"):
+        brought.append(AutogradMessageId.parse(response.autograd.message))
+    return message_ids(response.released), brought

@@ -1,0 +1,168 @@
+"""The plans of one link: those of the calls that this peer sends over it, and of those that it receives.
+
+A number is never used again, and never means something else, so a request that is sent again after any time
+still means the same. Both ends stop keeping new plans when those that they have take a certain amount of
+memory; calls of other structures then go in full.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+
+from gradwire.errors import MalformedMessage
+from gradwire.proto.v1 import autograd_pb2
+
+from .plans import Flat, Layout, flatten
+
+__all__ = ["MARK", "Plans", "ReceivedPlan", "SentPlan", "is_short"]
+
+MARK = 0
+"""The first byte of a body in short: no protobuf message begins with a zero byte."""
+
+_MARK = bytes([MARK])
+_MOST_CHARACTERS = 4_000_000
+"""Of the descriptions of all structures of a link, together. In memory they take several times as much."""
+_MOST_SEEN = 1000
+_MOST_RESULTS = 16
+"""How many structures of results a plan numbers: as many as there are bits in what a request says of them."""
+
+
+def is_short(body: bytes) -> bool:
+    """Whether a body has the short form, and is no protobuf message."""
+    return body[:1] == _MARK
+
+
+class SentPlan:
+    """A plan of calls that this peer sends."""
+
+    __slots__ = ("_results", "is_kept", "known_results", "layout", "number")
+
+    def __init__(self, number: int, layout: Layout) -> None:
+        self.number = number
+        self.layout = layout
+        self.is_kept = False
+        """Whether the other peer has said that it keeps the plan."""
+        self._results: dict[int, Layout] = {}
+        """The structures of results that the other peer has numbered."""
+        self.known_results = 0
+        """Their numbers as bits: number 1 is the lowest."""
+
+    def learn(self, plans: Plans, response: autograd_pb2.ForwardWithAutogradResponse, result: object) -> None:
+        """Notes what a response in full says of the plan. `result` is its result."""
+        if response.plan_is_kept:
+            self.is_kept = plans.are_understood = True
+        number = response.result_number
+        if number and number not in self._results:
+            flat = flatten([result])
+            if flat is None or number > _MOST_RESULTS:
+                raise MalformedMessage(f"a result cannot be number {number} of its plan")
+            with plans.lock:
+                self._results[number] = Layout(1, flat)
+                self.known_results |= 1 << (number - 1)
+
+    def result(self, number: int) -> Layout:
+        """The structure of a result that came in short."""
+        layout = self._results.get(number)
+        if layout is None:
+            raise MalformedMessage(f"there is no result {number} of the plan {self.number}")
+        return layout
+
+
+class ReceivedPlan:
+    """A plan of calls that another peer sends."""
+
+    __slots__ = ("_results", "_table", "layout", "names", "request")
+
+    def __init__(
+        self,
+        table: Plans,
+        request: autograd_pb2.ForwardWithAutogradRequest,
+        layout: Layout,
+        names: Sequence[str],
+    ) -> None:
+        self.request = request
+        """What all calls have in common."""
+        self.layout = layout
+        self.names = names
+        """Of the keyword arguments, which come after the others."""
+        self._table = table
+        self._results: dict[tuple[Hashable, ...], tuple[int, Layout]] = {}
+
+    def result(self, flat: Flat) -> tuple[int, Layout] | None:
+        """The number and structure of a result; None if it has no number."""
+        key = tuple(flat.key)
+        found = self._results.get(key)
+        if found is None:
+            with self._table.lock:
+                found = self._results.get(key)
+                if found is None and len(self._results) < _MOST_RESULTS and self._table.has_room(flat):
+                    found = self._results[key] = len(self._results) + 1, Layout(1, flat)
+        return found
+
+
+class Plans:
+    """The plans of one link."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Guards what is added."""
+        self.are_understood = False
+        """Whether the other peer has shown that it knows plans, and so the short form."""
+        self._sent: dict[tuple[Hashable, ...], SentPlan] = {}
+        self._seen: set[tuple[Hashable, ...]] = set()
+        self._received: dict[int, ReceivedPlan] = {}
+        self._characters = 0
+
+    def has_room(self, flat: Flat, beside: int = 0) -> bool:
+        """Whether one more structure can be kept; counts it if so. `beside`: bytes that are kept with it. The
+        lock is held."""
+        characters = len(repr(flat.key)) + beside
+        if self._characters + characters > _MOST_CHARACTERS:
+            return False
+        self._characters += characters
+        return True
+
+    def find(self, key: tuple[Hashable, ...], values: int, flat: Flat) -> SentPlan | None:
+        """The plan of a call, new if the call is of a kind that was made before; None if it has none."""
+        plan = self._sent.get(key)
+        if plan is None:
+            with self.lock:
+                plan = self._sent.get(key)
+                if plan is None and key in self._seen and self.has_room(flat):
+                    plan = self._sent[key] = SentPlan(len(self._sent) + 1, Layout(values, flat))
+                    self._seen.discard(key)
+                elif plan is None:
+                    if len(self._seen) == _MOST_SEEN:
+                        self._seen.clear()
+                    self._seen.add(key)
+        return plan
+
+    def keep(
+        self,
+        request: autograd_pb2.ForwardWithAutogradRequest,
+        names: Sequence[str],
+        flat: Flat,
+    ) -> ReceivedPlan | None:
+        """Keeps what a call in full has in common with others that will name its plan. None if it cannot."""
+        self.are_understood = True
+        plan = self._received.get(request.plan)
+        if plan is None:
+            common = autograd_pb2.ForwardWithAutogradRequest(function=request.function)
+            if request.HasField("target"):
+                common.target.CopyFrom(request.target)
+            if request.HasField("modes"):
+                common.modes.CopyFrom(request.modes)
+            layout = Layout(len(request.args) + len(names), flat)
+            with self.lock:
+                plan = self._received.get(request.plan)
+                if plan is None and self.has_room(flat, common.ByteSize()):
+                    plan = self._received[request.plan] = ReceivedPlan(self, common, layout, names)
+        return plan
+
+    def received(self, number: int) -> ReceivedPlan:
+        """The plan that a call names."""
+        plan = self._received.get(number)
+        if plan is None:
+            raise MalformedMessage(f"there is no plan {number} here")
+        return plan
