@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -349,7 +348,7 @@ def test_contexts_that_share_what_is_kept_are_exact(trio: Both, leaf: Leaf) -> N
 
     x, copy = leaf(), leaf()
     with gw.context() as inner, gw.context() as outer:
-        found = compute(trio.call, x, entered(replace(current_scope(), context=inner.id)))
+        found = compute(trio.call, x, entered(current_scope()._replace(context=inner.id)))
         expected = compute(trio.oracle_call, copy, nullcontext())
         for size in range(1, len(found) + 1):
             for chosen in itertools.combinations(range(len(found)), size):

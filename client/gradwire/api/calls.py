@@ -24,10 +24,10 @@ from gradwire.autograd import (
     short_call,
 )
 from gradwire.errors import Cancelled, DeadlineExceeded, GradwireError, MalformedMessage
-from gradwire.peers.current import current_context_id, current_peer
+from gradwire.peers.current import peer_of
 from gradwire.proto.v1 import autograd_pb2, link_pb2, value_pb2
-from gradwire.runtime.compression import NOT_COMPRESSED, Compression
-from gradwire.runtime.scope import cancel_with_caller, current_scope, time_left, waiting
+from gradwire.runtime.compression import Compression
+from gradwire.runtime.scope import Scope, current_scope, waiting
 from gradwire.transport import Link, Payload, ResponseFuture
 
 __all__ = ["CallFuture", "Keywords", "start_call", "start_request", "wait"]
@@ -152,16 +152,22 @@ def start_call(
     target: value_pb2.RemoteRef | None = None,
     keep: autograd_pb2.Keep | None = None,
     devices: DeviceMap = NO_MAP,
-    compression: Compression = NOT_COMPRESSED,
+    compression: Compression | None = None,
     resolve_ref: Callable[[value_pb2.RemoteRef], object] | None = None,
 ) -> CallFuture:
-    """Sends the request of a call. Raises before anything is sent if an argument cannot be encoded."""
+    """Sends the request of a call. Raises before anything is sent if an argument cannot be encoded.
+
+    `compression` is that of the handle to the worker; None if the call is never compressed, whatever the
+    scope says.
+    """
+    scope = current_scope()
     args, kwargs = _merge_keywords(args, kwargs)
-    left = time_left(None)
-    if left is not None and left <= 0:
+    if scope.deadline is not None and scope.time_left() == 0:
         raise DeadlineExceeded(f"no time left to call {function} on {link.peer}", worker=str(link.peer))
-    compressed = compression_message(link, compression, function, target)
-    modes = capture_modes()
+    compressed: autograd_pb2.Compression | None = None
+    if compression is not None:
+        compressed = compression_message(link, scope.compression or compression, function, target)
+    modes = capture_modes(scope)
     plan: wire.SentPlan | None = None
     short: tuple[wire.SentPlan, wire.Flat] | None = None
     if keep is None and compressed is None and devices is NO_MAP:
@@ -185,14 +191,15 @@ def start_call(
         for name, arg in kwargs.items():
             request.kwargs[name].CopyFrom(encoder.value(arg, name))
         request.devices.extend(devices.target_devices(encoder.tensors, link.peer))
-    engine = current_peer().engine
+    engine = peer_of(scope).engine
     future = CallFuture(
         partial(_decode_response, engine, link, function, plan, devices, compressed, resolve_ref),
         engine.releases.to(link).on_discarded(autograd_pb2.ForwardWithAutogradResponse),
         link,
     )
     tensors = encoder.tensors if short is None else short[1].tensors
-    metadata, released = send_call(engine, tensors, current_context_id(), link, future)
+    context = engine.ambient if scope.context is None else scope.context
+    metadata, released = send_call(engine, tensors, context, link, future)
     try:
         if short is not None:
             body, attachments = short_call(*short, metadata, released)
@@ -203,7 +210,7 @@ def start_call(
             request.tensors.CopyFrom(table)
             link.count_saved(encoder.saved)
             body = request.SerializeToString()
-        _send(link, link_pb2.METHOD_FORWARD_WITH_AUTOGRAD, body, attachments, future)
+        _send(link, link_pb2.METHOD_FORWARD_WITH_AUTOGRAD, body, attachments, future, scope)
     except BaseException:
         future.cancel()
         raise
@@ -219,7 +226,7 @@ def _find_plan(
     kwargs: Mapping[str, object],
 ) -> tuple[wire.SentPlan, wire.Flat] | None:
     """The plan of a call and its arguments, taken apart; None if it has none."""
-    names = sorted(kwargs)
+    names: Sequence[str] = sorted(kwargs) if kwargs else ()
     values = [*args, *(kwargs[name] for name in names)] if names else args
     flat = wire.flatten(values)
     if flat is None:
@@ -240,7 +247,7 @@ def start_request(link: Link, method: int, body: bytes, timeout: float | None = 
     """Sends a request that is not a call of a function. The result is the body of its response."""
     future = CallFuture(lambda received: received.body, lambda received: None, link)
     try:
-        _send(link, method, body, (), future, timeout)
+        _send(link, method, body, (), future, current_scope(), timeout)
     except BaseException:
         future.cancel()
         raise
@@ -253,13 +260,13 @@ def _send(
     body: bytes,
     attachments: Sequence[wire.Attachment],
     future: CallFuture,
+    scope: Scope,
     timeout: float | None = None,
 ) -> None:
-    """Sends a request in the scope of the code that runs: with its deadline, and cancelled with what it
-    serves."""
-    future.waits_for_link = current_scope().waits_for_link
-    cancel_with_caller(future)
-    link.send_request(method, body, attachments, timeout=time_left(timeout), future=future)
+    """Sends a request in a scope: with its deadline, and cancelled with what it serves."""
+    future.waits_for_link = scope.waits_for_link
+    scope.cancel_with_caller(future)
+    link.send_request(method, body, attachments, timeout=scope.time_left(timeout), future=future)
 
 
 def _decode_response(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from gradwire import wire
 from gradwire.proto.v1 import autograd_pb2, value_pb2
@@ -29,7 +28,7 @@ def compression(
     ...     pass  # calls
     """
     chosen = Compression(forward, backward, error_feedback)
-    with entered(replace(current_scope(), compression=chosen)):
+    with entered(current_scope()._replace(compression=chosen)):
         yield
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -148,7 +147,7 @@ class Context:
 
     def __enter__(self) -> Self:
         scope = current_scope()
-        _entered.set((*_entered.get(), enter(replace(scope, context=self._id))))
+        _entered.set((*_entered.get(), enter(scope._replace(context=self._id))))
         with self._lock:
             self._blocks += 1
         return self

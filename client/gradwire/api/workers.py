@@ -125,7 +125,6 @@ class RemoteWorker:
         # Constructor arguments, states and optimizers are never compressed: they must arrive exactly, and are
         # not sent in every step.
         is_exact = keep is not None or function.startswith("gradwire.")
-        compression = NOT_COMPRESSED if is_exact else current_scope().compression or self._compression
         return calls.start_call(
             self._link,
             function,
@@ -134,7 +133,7 @@ class RemoteWorker:
             target=target,
             keep=keep,
             devices=self._devices,
-            compression=compression,
+            compression=None if is_exact else self._compression,
             resolve_ref=self._make_handle,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradwire.proto.v1 import autograd_pb2
-from gradwire.runtime.scope import current_scope
+from gradwire.runtime.scope import Scope
 from gradwire.torch_internals import is_any_autocast_enabled, set_grad_enabled
 
 __all__ = ["anomaly_is_wanted", "applied", "capture", "detecting_anomaly"]
@@ -20,12 +20,12 @@ _anomaly_users = 0
 _anomaly_before = False
 
 
-def anomaly_is_wanted() -> bool:
-    """Whether the code that runs now wants anomaly detection.
+def anomaly_is_wanted(scope: Scope) -> bool:
+    """Whether code in a scope wants anomaly detection.
 
     torch's own switch is for the whole process: on a worker another client may have turned it on.
     """
-    wanted = current_scope().detect_anomaly
+    wanted = scope.detect_anomaly
     return torch.is_anomaly_enabled() if wanted is None else wanted
 
 
@@ -57,11 +57,11 @@ class detecting_anomaly:
                     torch.autograd.set_detect_anomaly(_anomaly_before)
 
 
-def capture() -> autograd_pb2.Modes | None:
-    """The modes of this thread that differ from torch's defaults; None if all are the defaults."""
+def capture(scope: Scope) -> autograd_pb2.Modes | None:
+    """The modes of this thread, which is in that scope; None if all are torch's defaults."""
     no_grad = not torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()  # also within enable_grad, where no_grad is False
-    anomaly = anomaly_is_wanted()
+    anomaly = anomaly_is_wanted(scope)
     if not (no_grad or inference or anomaly or is_any_autocast_enabled()):  # every field of Modes
         return None
     autocast = [

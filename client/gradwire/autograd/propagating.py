@@ -18,14 +18,13 @@ from gradwire.autograd.records import GradientsToReturn, SentArguments
 from gradwire.autograd.responses import read_short
 from gradwire.autograd.short_gradients import (
     AWAITS_END,
-    ShortGradients,
-    read_gradients,
-    read_heads,
+    GradientsReader,
+    GradientsWriter,
     short_request,
 )
 from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
 from gradwire.proto.v1 import autograd_pb2, link_pb2
-from gradwire.runtime.scope import cancel_with_caller, time_left, waiting
+from gradwire.runtime.scope import Scope, current_scope, waiting
 from gradwire.transport.base import Link, Payload, ResponseFuture
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
 
@@ -134,11 +133,12 @@ def send_gradients(
     link = engine.link_to(to)
     releases = engine.releases.to(link)
     retain_graph = task.retain_graph or not all(received.is_freed for received, _ in to_send.items)
-    short = _in_short(to_send, task, link)
+    scope = current_scope()
+    short = _in_short(to_send, task, link, scope)
     sent = None
     if short is None:
         encoder = wire.Encoder(inline_bytes=link.inline_bytes)
-        request = _request_of(to_send, task, link, encoder)
+        request = _request_of(to_send, task, link, encoder, scope)
         request.retain_graph = retain_graph
         if task.create_graph:
             # Propagating is then itself a call that is recorded. (Imported here, because `send_recv` imports
@@ -179,14 +179,14 @@ def send_gradients(
                 retain_graph=retain_graph,
                 skip_leaves=not task.collect_leaves,
             )
-        cancel_with_caller(future)
+        scope.cancel_with_caller(future)
         propagation = Propagation(future, deliver, link.read_for, what, to_send.suspended)
         expect(propagation)
         link.send_request(
             link_pb2.METHOD_PROPAGATE_GRADIENTS,
             body,
             attachments,
-            timeout=time_left(None),
+            timeout=scope.time_left(),
             future=future,
         )
     except BaseException:
@@ -197,7 +197,9 @@ def send_gradients(
     return propagation
 
 
-def _in_short(to_send: GradientsToSend, task: GraphTaskState, link: Link) -> ShortGradients | None:
+def _in_short(
+    to_send: GradientsToSend, task: GraphTaskState, link: Link, scope: Scope
+) -> GradientsWriter | None:
     """The gradients in short; None if the request has to be in full."""
     ((to, gradients), *others), run = to_send.items, task.run
     if (
@@ -207,21 +209,21 @@ def _in_short(to_send: GradientsToSend, task: GraphTaskState, link: Link) -> Sho
         or to_send.suspended is not None
         or to.compression is not None
         or (run is not None and run.collect_into is not None)
-        or anomaly_is_wanted()
+        or anomaly_is_wanted(scope)
     ):
         return None
-    short = ShortGradients()
+    short = GradientsWriter()
     return short if short.add(to.source, gradients, to.metadata) else None
 
 
 def _request_of(
-    to_send: GradientsToSend, task: GraphTaskState, link: Link, encoder: wire.Encoder
+    to_send: GradientsToSend, task: GraphTaskState, link: Link, encoder: wire.Encoder, scope: Scope
 ) -> autograd_pb2.PropagateGradientsRequest:
     (to, _), run = to_send.items[0], task.run
     request = autograd_pb2.PropagateGradientsRequest(
         create_graph=task.create_graph,
         skip_leaves=not task.collect_leaves,
-        detect_anomaly=anomaly_is_wanted(),
+        detect_anomaly=anomaly_is_wanted(scope),
     )
     to.context.write(request.context)
     task.pass_id(to.engine).write(getattr(request, "pass"))
@@ -296,12 +298,13 @@ def _deliver_short(
     try:
         if flags & AWAITS_END:
             awaiting_end.add(link)
-        heads, at = read_heads(payload.body, at, count)
-        reader = wire.MemoryReader(payload.body, at, payload.attachments)
-        for id, slots, repeated in heads:
-            sent = _awaited(awaited, id, link)
-            _put(sent, task, read_gradients(reader, slots, repeated, sent.metadata), link)
-        reader.check_end()
+        reader = GradientsReader(payload.body, at)
+        all_sent = []
+        for _ in range(count):
+            all_sent.append(_awaited(awaited, reader.read_message(), link))
+            reader.expect(all_sent[-1].metadata)
+        for sent, gradients in zip(all_sent, reader.read(payload.attachments), strict=True):
+            _put(sent, task, gradients, link)
         return False
     finally:
         if released:
@@ -334,11 +337,12 @@ def tell_pass_ended(context: ContextId, pass_id: AutogradMessageId, link: Link) 
     pass_id.write(getattr(request, "pass"))
     future = ResponseFuture()
     propagation = Propagation(future, lambda _: False, link.read_for, f"the hooks on {link.peer}")
-    cancel_with_caller(future)
+    scope = current_scope()
+    scope.cancel_with_caller(future)
     link.send_request(
         link_pb2.METHOD_PROPAGATE_GRADIENTS,
         request.SerializeToString(),
-        timeout=time_left(None),
+        timeout=scope.time_left(),
         future=future,
     )
     return propagation

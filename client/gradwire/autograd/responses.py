@@ -17,7 +17,9 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message
 __all__ = ["FullResponse", "Response", "ShortResponse", "read_short", "what_it_brings"]
 
 _HEAD = Struct("<BBH")
-"""The mark of a short form, flags, and a number. What the last two mean depends on the request."""
+"""The mark of a short form, flags, and a number. What the number means depends on the request, and so do the
+flags, save one."""
+_HAS_METADATA = 1 << 7
 _NO_METADATA = AutogradMetadata(ContextId(0, 0))
 
 
@@ -63,9 +65,10 @@ class ShortResponse:
 
     def body(self, released: Sequence[AutogradMessageId]) -> bytes:
         """As that of `FullResponse`."""
-        metadata = self.metadata or _NO_METADATA
-        head = _HEAD.pack(wire.MARK, self._flags, self._number)
-        return b"".join((head, metadata.in_short(released), self._content))
+        if self.metadata is None and not released:
+            return _HEAD.pack(wire.MARK, self._flags, self._number) + self._content
+        head = _HEAD.pack(wire.MARK, self._flags | _HAS_METADATA, self._number)
+        return b"".join((head, (self.metadata or _NO_METADATA).in_short(released), self._content))
 
 
 Response = FullResponse | ShortResponse
@@ -77,6 +80,8 @@ def read_short(body: bytes) -> tuple[int, int, AutogradMetadata, list[AutogradMe
         _, flags, number = _HEAD.unpack_from(body)
     except StructError as error:
         raise MalformedMessage(f"a response of {len(body)} bytes") from error
+    if not flags & _HAS_METADATA:
+        return flags, number, _NO_METADATA, [], _HEAD.size
     return flags, number, *AutogradMetadata.from_short(body, _HEAD.size)
 
 

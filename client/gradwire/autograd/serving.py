@@ -27,12 +27,12 @@ from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.autograd.modes import detecting_anomaly
 from gradwire.autograd.records import GradientsToReturn, ReceivedTensors, SentArguments, SentResults
 from gradwire.autograd.responses import FullResponse, ShortResponse
-from gradwire.autograd.short_gradients import AWAITS_END, ShortGradients, ShortRequest
+from gradwire.autograd.short_gradients import AWAITS_END, GradientsWriter, ShortRequest
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
-from gradwire.runtime.scope import current_scope, entered
+from gradwire.runtime.scope import Scope, current_scope, entered
 from gradwire.system.threads import computing
-from gradwire.transport.base import Link, Payload, ServerCall
+from gradwire.transport.base import NO_PAYLOAD, Link, ServerCall
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids
 
 __all__ = ["serve_cleanup", "serve_propagate"]
@@ -43,11 +43,11 @@ _MAX_SUSPENDED = 1000
 Sent = SentResults | SentArguments
 
 
-def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
+def serve_propagate(engine: DistEngine, server_call: ServerCall, scope: Scope) -> None:
     """Backpropagates through messages that this peer sent, and responds when all is done."""
     link = server_call.link
     if link is not None and wire.is_short(server_call.request.body):
-        _serve_short(engine, server_call, link)
+        _serve_short(engine, server_call, link, scope)
         return
     request = wire.parse(autograd_pb2.PropagateGradientsRequest, server_call.request.body)
     if request.released:
@@ -56,7 +56,8 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     pass_id = AutogradMessageId.parse(getattr(request, "pass"))
     _check_not_over(engine, pass_id)
     if request.pass_ended:
-        run_waiting_hooks(engine, pass_id)
+        with entered(scope):
+            run_waiting_hooks(engine, pass_id)
         server_call.respond(autograd_pb2.PropagateGradientsResponse().SerializeToString())
         return
     messages = [request.gradients, *request.more_gradients] if request.HasField("gradients") else []
@@ -65,7 +66,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     limits = gradient_limits(engine.limits if link is None else link.limits, metadata)
     decoder = wire.Decoder(request.tensors, server_call.request.attachments, limits=limits)
     compression = request.compression if request.HasField("compression") else None
-    server_call.request = Payload(b"")  # the gradients live in the decoder now
+    server_call.request = NO_PAYLOAD  # the gradients live in the decoder now
     run = BackwardRun(
         engine,
         pass_id,
@@ -78,7 +79,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     response = autograd_pb2.PropagateGradientsResponse()
     encoder = wire.Encoder(attach_from=None) if link is None else wire.Encoder(inline_bytes=link.inline_bytes)
     # The context of the forward: code that runs in backward, such as a checkpoint's, may make calls.
-    scope = current_scope().for_request(context, request.detect_anomaly)
+    scope = scope.for_request(context, request.detect_anomaly)
     in_use = engine.container.in_use(context, run.collect_into, requester=run.requester)
     with entered(scope), in_use, detecting_anomaly(request.detect_anomaly):
         if request.create_graph:
@@ -113,7 +114,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall) -> None:
     engine.releases.respond(server_call, FullResponse(response, attachments, made))
 
 
-def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link) -> None:
+def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link, scope: Scope) -> None:
     """`serve_propagate` for a request in short."""
     request = ShortRequest(server_call.request.body)
     if request.released:
@@ -121,12 +122,12 @@ def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link) -> Non
     _check_not_over(engine, request.pass_id)
     sent = _find(engine, request.message)
     gradients = request.gradients(sent.metadata, server_call.request.attachments)
-    server_call.request = Payload(b"")
+    server_call.request = NO_PAYLOAD
     run = BackwardRun(
         engine, request.pass_id, link.peer.id, collect_leaves=not request.skip_leaves, collect_into=None
     )
     context = request.context
-    scope = current_scope().for_request(context, detect_anomaly=False)
+    scope = scope.for_request(context, detect_anomaly=False)
     with entered(scope), engine.container.in_use(context, requester=run.requester):
         try:
             _run(engine, run, context, [(sent, gradients)])
@@ -277,12 +278,12 @@ def _encode_contributions(
 
 def _short_contributions(run: BackwardRun, awaits_end: bool) -> ShortResponse | None:
     """The response to a request in short; None if it has to be in full."""
-    short = ShortGradients()
+    short = GradientsWriter()
     for received, total in _totals(run.contributions):
         if not short.add(received.source, total, received.metadata):
             return None
-    content, attachments = short.with_heads()
-    return ShortResponse(AWAITS_END if awaits_end else 0, len(short.heads), None, content, attachments)
+    content, attachments = short.of_all()
+    return ShortResponse(AWAITS_END if awaits_end else 0, len(short.messages), None, content, attachments)
 
 
 def _full_contributions(run: BackwardRun, awaits_end: bool, link: Link) -> FullResponse:

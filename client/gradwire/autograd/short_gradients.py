@@ -1,9 +1,9 @@
 """The short form of gradients: what both peers know of the tensors that they are for is left out.
 
-The gradient of a tensor has its shape and dtype. So a slot is a bit, and its gradient the bytes of all
-elements; or of one element, where the gradient repeats that one, as the gradient of a sum does. Any other
-gradient goes in full, and so does large memory that several gradients share, as those of a sum of two tensors
-do: in full it is sent once.
+The gradient of a tensor has its shape and dtype. So a tensor has two bits: whether it has a gradient, and
+whether that repeats one element, as the gradient of a sum does. Then one element is sent, else the bytes of
+all elements. Any other gradient goes in full, and so does large memory that several gradients share, as those
+of a sum of two tensors do: in full it is sent once.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ from gradwire import wire
 from gradwire.autograd.gradients import Gradients, TensorMetadata
 from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.errors import MalformedMessage
-from gradwire.wire.ids import AutogradMessageId, ContextId
+from gradwire.wire.ids import AutogradMessageId, ContextId, read_ids
 
-__all__ = ["AWAITS_END", "ShortGradients", "ShortRequest", "read_gradients", "read_heads", "short_request"]
+__all__ = ["AWAITS_END", "GradientsReader", "GradientsWriter", "ShortRequest", "short_request"]
 
-_REQUEST = Struct("<BB16s16sQQ")
-"""The mark of a short form, flags, the pass, and the gradients of one message."""
-_GRADIENTS = Struct("<16sQQ")
-"""The message, its slots that have a gradient, and those whose gradient repeats one element."""
-_MOST_SLOTS = 64
-"""As many as a number has bits."""
+_REQUEST = Struct("<BB16s16s")
+"""The mark of a short form, flags, the pass, and the message that the gradients are for."""
 _RETAIN_GRAPH, _SKIP_LEAVES = 1, 2
 AWAITS_END = 1
 """A flag of a response."""
 
 
-class ShortGradients:
+class GradientsWriter:
     """Takes gradients as long as they can be said in short."""
 
     def __init__(self) -> None:
-        self.heads: list[tuple[AutogradMessageId, int, int]] = []
-        """Of each message: what `_GRADIENTS` says."""
+        self.messages: list[AutogradMessageId] = []
+        self._bits: list[bytes] = []
+        """For each message: which tensors have a gradient, and which of these repeat one element."""
         self._tensors: list[torch.Tensor] = []
         self._sizes: list[int] = []
         self._large: set[int] = set()
@@ -46,9 +43,7 @@ class ShortGradients:
 
     def add(self, id: AutogradMessageId, gradients: Gradients, expected: Sequence[TensorMetadata]) -> bool:
         """Adds the gradients of a message. False if they have to be said in full."""
-        if len(gradients) > _MOST_SLOTS:
-            return False
-        slots = repeated = 0
+        present = repeated = 0
         for slot, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -56,78 +51,107 @@ class ShortGradients:
             shape, dtype, _ = expected[slot]
             if size is None or gradient.dtype != dtype or gradient.shape != shape or dtype not in wire.EMPTY:
                 return False
-            if size > wire.LARGEST_INLINE:
+            if size > wire.LARGEST_SMALL:
                 address = gradient.data_ptr()
                 if address in self._large:
                     return False
                 self._large.add(address)
-            slots |= 1 << slot
+            present |= 1 << slot
             if size != gradient.nbytes:
                 repeated |= 1 << slot
             self._tensors.append(gradient)
             self._sizes.append(size)
-        self.heads.append((id, slots, repeated))
+        self.messages.append(id)
+        width = _bytes_for(expected)
+        self._bits.append(present.to_bytes(width, "little") + repeated.to_bytes(width, "little"))
         return True
 
-    def content(self) -> tuple[bytes, list[wire.Attachment]]:
-        """The bytes, and the attachments."""
-        inline, attachments = wire.write_memory(self._tensors, self._sizes)
-        return b"".join(inline), attachments
+    def of_one(self) -> tuple[bytes, list[wire.Attachment]]:
+        """The gradients of the only message, which is named elsewhere, and the attachments."""
+        memory, attachments = wire.write_memory(self._tensors, self._sizes)
+        return self._bits[0] + memory, attachments
 
-    def with_heads(self) -> tuple[bytes, list[wire.Attachment]]:
-        """As `content`, with the heads of all messages before it."""
-        content, attachments = self.content()
-        return b"".join((*(_GRADIENTS.pack(*head) for head in self.heads), content)), attachments
-
-
-def read_heads(body: bytes, at: int, count: int) -> tuple[list[tuple[AutogradMessageId, int, int]], int]:
-    """The heads of several messages, and where they end."""
-    heads = []
-    try:
-        for _ in range(count):
-            id, slots, repeated = _GRADIENTS.unpack_from(body, at)
-            heads.append((AutogradMessageId.of(id), slots, repeated))
-            at += _GRADIENTS.size
-    except StructError as error:
-        raise MalformedMessage(f"a body of {len(body)} bytes lacks gradients") from error
-    return heads, at
+    def of_all(self) -> tuple[bytes, list[wire.Attachment]]:
+        """The gradients of all messages, with their ids, and the attachments."""
+        memory, attachments = wire.write_memory(self._tensors, self._sizes)
+        heads = [part for head in zip(self.messages, self._bits, strict=True) for part in head]
+        return b"".join((*heads, memory)), attachments
 
 
-def read_gradients(
-    reader: wire.MemoryReader, slots: int, repeated: int, expected: Sequence[TensorMetadata]
-) -> list[torch.Tensor | None]:
-    """The gradients for the tensors of a message, on the devices of those tensors."""
-    if slots >> len(expected):
-        raise MalformedMessage(f"gradients for slots that do not exist: there are {len(expected)}")
-    gradients: list[torch.Tensor | None] = []
-    for slot, (shape, dtype, device) in enumerate(expected):
-        if not slots >> slot & 1:
-            gradients.append(None)
-            continue
-        like = wire.EMPTY.get(dtype)
-        if like is None:
-            raise MalformedMessage(f"a gradient of {dtype} in short")
-        if repeated >> slot & 1:
-            gradient = reader.read(like, (), dtype.itemsize).expand(shape)
-        else:
-            gradient = reader.read(like, shape, shape.numel() * dtype.itemsize)
-        gradients.append(gradient if device.type == "cpu" else gradient.to(device))
-    return gradients
+class GradientsReader:
+    """Reads gradients in short from a body: for each message what it is to have, then the memory of all."""
+
+    def __init__(self, body: bytes, at: int) -> None:
+        self._body = body
+        self._at = at
+        self._messages: list[tuple[Sequence[TensorMetadata], int]] = []
+        """The tensors of each message, and which of them have a gradient, as bits."""
+        self._memory: list[wire.TensorMemory] = []
+
+    def read_message(self) -> AutogradMessageId:
+        """The message that the next gradients are for."""
+        (id,) = read_ids(self._body, self._at, 1)
+        self._at += len(id)
+        return id
+
+    def expect(self, tensors: Sequence[TensorMetadata]) -> None:
+        """The next gradients are for these tensors."""
+        width = _bytes_for(tensors)
+        between, end = self._at + width, self._at + 2 * width
+        if end > len(self._body):
+            raise MalformedMessage(f"a body of {len(self._body)} bytes lacks gradients")
+        present = int.from_bytes(self._body[self._at : between], "little")
+        repeated = int.from_bytes(self._body[between:end], "little")
+        self._at = end
+        if present >> len(tensors) or repeated & ~present:
+            raise MalformedMessage(f"gradients for tensors that do not exist: there are {len(tensors)}")
+        self._messages.append((tensors, present))
+        for slot, (shape, dtype, _) in enumerate(tensors):
+            if present >> slot & 1:
+                like = wire.EMPTY.get(dtype)
+                if like is None:
+                    raise MalformedMessage(f"a gradient of {dtype} in short")
+                one = repeated >> slot & 1
+                size = dtype.itemsize if one else shape.numel() * dtype.itemsize
+                self._memory.append(wire.TensorMemory(like, () if one else shape, size))
+
+    def read(self, attachments: Sequence[wire.Buffer]) -> list[list[torch.Tensor | None]]:
+        """The gradients of each message, on the devices of the tensors that they are for."""
+        came = iter(wire.read_memory(self._memory, self._body, self._at, attachments))
+        return [
+            [
+                _as_expected(next(came), expected) if present >> slot & 1 else None
+                for slot, expected in enumerate(tensors)
+            ]
+            for tensors, present in self._messages
+        ]
+
+
+def _as_expected(gradient: torch.Tensor, expected: TensorMetadata) -> torch.Tensor:
+    shape, _, device = expected
+    if gradient.shape != shape:
+        gradient = gradient.expand(shape)
+    return gradient if device.type == "cpu" else gradient.to(device)
+
+
+def _bytes_for(tensors: Sequence[TensorMetadata]) -> int:
+    """How many bytes have a bit for each tensor."""
+    return (len(tensors) + 7) // 8
 
 
 def short_request(
     pass_id: AutogradMessageId,
     context: ContextId,
-    gradients: ShortGradients,
+    gradients: GradientsWriter,
     released: Sequence[AutogradMessageId],
     *,
     retain_graph: bool,
     skip_leaves: bool,
 ) -> tuple[bytes, list[wire.Attachment]]:
     """A PropagateGradientsRequest for the tensors of one message, which says nothing else."""
-    content, attachments = gradients.content()
+    content, attachments = gradients.of_one()
     flags = (retain_graph and _RETAIN_GRAPH) | (skip_leaves and _SKIP_LEAVES)
-    head = _REQUEST.pack(wire.MARK, flags, pass_id, *gradients.heads[0])
+    head = _REQUEST.pack(wire.MARK, flags, pass_id, gradients.messages[0])
     return b"".join((head, AutogradMetadata(context).in_short(released), content)), attachments
 
 
@@ -136,22 +160,21 @@ class ShortRequest:
 
     def __init__(self, body: bytes) -> None:
         try:
-            _, flags, pass_id, message, self._slots, self._repeated = _REQUEST.unpack_from(body)
+            _, flags, pass_id, message = _REQUEST.unpack_from(body)
         except StructError as error:
             raise MalformedMessage(f"a request of {len(body)} bytes") from error
         self.pass_id = AutogradMessageId.of(pass_id)
         self.message = AutogradMessageId.of(message)
         self.retain_graph = bool(flags & _RETAIN_GRAPH)
         self.skip_leaves = bool(flags & _SKIP_LEAVES)
-        metadata, self.released, self._at = AutogradMetadata.from_short(body, _REQUEST.size)
+        metadata, self.released, at = AutogradMetadata.from_short(body, _REQUEST.size)
         self.context = metadata.context
-        self._body = body
+        self._reader = GradientsReader(body, at)
 
     def gradients(
-        self, expected: Sequence[TensorMetadata], attachments: Sequence[wire.Buffer]
+        self, tensors: Sequence[TensorMetadata], attachments: Sequence[wire.Buffer]
     ) -> list[torch.Tensor | None]:
         """The gradients for tensors that this peer sent."""
-        reader = wire.MemoryReader(self._body, self._at, attachments)
-        gradients = read_gradients(reader, self._slots, self._repeated, expected)
-        reader.check_end()
+        self._reader.expect(tensors)
+        (gradients,) = self._reader.read(attachments)
         return gradients

@@ -8,12 +8,12 @@ import threading
 
 from gradwire.peers.forking import live_peers
 from gradwire.peers.local import LocalPeer
-from gradwire.runtime.scope import current_scope
+from gradwire.runtime.scope import Scope, current_scope
 from gradwire.system.callbacks import call_each
 from gradwire.system.threads import end_computing
 from gradwire.wire.ids import ContextId
 
-__all__ = ["current_context_id", "current_peer", "default_peer", "reset_default_peer"]
+__all__ = ["current_context_id", "current_peer", "default_peer", "peer_of", "reset_default_peer"]
 
 _EXIT_SECONDS = 1.0
 """How long the exit of the process waits for code that still computes for other peers."""
@@ -43,16 +43,21 @@ def reset_default_peer() -> None:
         peer.close()
 
 
+def peer_of(scope: Scope) -> LocalPeer:
+    """The peer that code in a scope belongs to."""
+    peer = scope.peer
+    return peer if isinstance(peer, LocalPeer) else default_peer()
+
+
 def current_peer() -> LocalPeer:
     """The worker whose function runs now, else the program's own peer."""
-    peer = current_scope().peer
-    return peer if isinstance(peer, LocalPeer) else default_peer()
+    return peer_of(current_scope())
 
 
 def current_context_id() -> ContextId:
     """The autograd context that calls are made in."""
-    context = current_scope().context
-    return current_peer().engine.ambient if context is None else context
+    scope = current_scope()
+    return peer_of(scope).engine.ambient if scope.context is None else scope.context
 
 
 @atexit.register

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,7 +19,7 @@ from gradwire.autograd import DistEngine, serve_cleanup, serve_propagate
 from gradwire.peers.forking import live_peers
 from gradwire.peers.shared_links import Reconnect, SharedLink
 from gradwire.proto.v1 import link_pb2
-from gradwire.runtime.scope import Scope, deadline, entered
+from gradwire.runtime.scope import Scope, deadline
 from gradwire.system.randomness import new_id
 from gradwire.system.threads import DaemonThreads, computing
 from gradwire.torch_internals import check_engine
@@ -107,20 +108,20 @@ class LocalPeer:
     def serve(
         self,
         server_call: ServerCall,
-        work: Callable[[ServerCall], None],
+        work: Callable[[ServerCall, Scope], None],
         around_wait: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Runs the work of a request in the request's scope. Whatever the work raises becomes the
-        response."""
+        """Runs the work of a request. Whatever the work raises becomes the response.
+
+        The work enters the scope, or a copy with what the request names, before anything of the user's runs.
+        """
         scope = Scope(self, server_call, server_call.deadline, around_wait=around_wait)
         try:
-            # Not carried to torch's engine threads: work that runs a backward enters a scope of its own for
-            # it, in the context that the request names.
-            with computing(), entered(scope, carried=False):
+            with computing():
                 server_call.begin()
                 if server_call.cancelled or server_call.deadline is not None:
                     self._refuse_if_abandoned(server_call)
-                work(server_call)
+                work(server_call, scope)
         except BaseException as error:  # a served function may raise SystemExit; the peer goes on
             server_call.fail(faults.describe(error, self.identity.name))
 
@@ -130,8 +131,7 @@ class LocalPeer:
         name = self.identity.name
         if server_call.cancelled:
             raise errors.Cancelled("the request was cancelled before it started", worker=name)
-        left = deadline()
-        if left is not None and left <= 0:
+        if server_call.deadline is not None and server_call.deadline <= time.monotonic():
             raise errors.DeadlineExceeded(f"the time ran out before {name} could start", worker=name)
 
     # -- links

@@ -63,15 +63,15 @@ class CarriedVar(Generic[T]):
             return found
         return self._default
 
-    def set(self, value: T, *, carried: bool = True) -> tuple[Token[T], _Stashed | None]:
-        """Sets the value, and returns a token for `reset`. Unless `carried`, it holds on this thread only.
+    def set(self, value: T) -> tuple[Token[T], _Stashed | None]:
+        """Sets the value, and returns a token for `reset`.
 
         If Ctrl-C interrupts this method, the value is not set.
         """
         entry: _Stashed | None = None
         before: T = self._variable.get(_UNSET)
         try:
-            if carried and asyncio._get_running_loop() is None:
+            if asyncio._get_running_loop() is None:
                 entry = _Stashed(threading.get_ident(), value, self._stashed())
                 stash(self._key, entry)
             return self._variable.set(value), entry
@@ -90,6 +90,9 @@ class CarriedVar(Generic[T]):
         if entry is None:
             return
         entry.is_reset = True
+        if entry.outer is None and is_stashed(self._key) and stashed(self._key) is entry:
+            unstash(self._key)  # the usual case: values are reset in the reverse order
+            return
         innermost = self._stashed()
         if innermost is not None:
             stash(self._key, innermost)

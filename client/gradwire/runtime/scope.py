@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gradwire.errors import Cancelled
 from gradwire.runtime.compression import Compression
@@ -16,14 +15,12 @@ from gradwire.wire.ids import ContextId
 
 __all__ = [
     "Scope",
-    "cancel_with_caller",
     "cancelled",
     "current_scope",
     "deadline",
     "enter",
     "entered",
     "leave",
-    "time_left",
     "timeout",
     "waiting",
 ]
@@ -31,11 +28,11 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(NamedTuple):
     """What holds for the code that runs now. Outside served functions most of it is None.
 
-    Several threads may share a scope, so it is never changed: to change something for a block, enter a copy.
+    Several threads may share a scope, so it is never changed: to change something for a block, enter a copy
+    (`_replace`).
     """
 
     peer: object | None = None
@@ -59,7 +56,7 @@ class Scope:
     """Whether calls wait while a connection is cut, whatever `wait_for_ready` its handle has."""
 
     def for_request(self, context: ContextId | None, detect_anomaly: bool) -> Scope:
-        """A copy for what a request names. Written out, because every call makes one, and `replace` is
+        """A copy for what a request names. Written out, because every call makes one, and `_replace` is
         slower: a new field of the scope that travels with calls has to be added here, too.
 
         `waits_for_link` is left out on purpose: that a request has to arrive says nothing of the calls that
@@ -75,13 +72,34 @@ class Scope:
             detect_anomaly,
         )
 
+    def time_left(self, timeout: float | None = None) -> float | None:
+        """The shorter of a timeout and the time until the deadline; None if there is neither."""
+        if self.deadline is None:
+            return timeout
+        left = max(self.deadline - time.monotonic(), 0.0)
+        return left if timeout is None else min(timeout, left)
+
+    def cancel_with_caller(self, future: ResponseFuture) -> None:
+        """Cancels a request that a served function, or a backward for another peer, sends, when the request
+        that it serves is cancelled. Raises Cancelled if that has been cancelled already."""
+        server_call = self.server_call
+        if server_call is None:
+            return
+        if server_call.cancelled:
+            raise Cancelled("the request that this call was made for was cancelled")
+        future.is_nested = True
+        take_back = server_call.when_cancelled(future.cancel)
+        # Without this, a function that makes many calls would keep the results of all of them until it
+        # returns.
+        future.when_settled(take_back)
+
 
 Token = tuple[Any, Any]
 _scope: CarriedVar[Scope] = CarriedVar("scope", default=Scope())
 
 
 current_scope: Callable[[], Scope] = _scope.get
-"""The scope of the code that runs now. (No function of its own: every call asks several times.)"""
+"""The scope of the code that runs now. (No function of its own, since every call asks for it.)"""
 
 
 def enter(scope: Scope) -> Token:
@@ -95,17 +113,15 @@ def leave(token: Token) -> None:
 
 
 class entered:
-    """A ``with`` block in a scope. Unless `carried`, the scope holds on this thread only: for blocks that run
-    no backward themselves."""
+    """A ``with`` block in a scope."""
 
-    __slots__ = ("_carried", "_scope", "_token")
+    __slots__ = ("_scope", "_token")
 
-    def __init__(self, scope: Scope, *, carried: bool = True) -> None:
+    def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._carried = carried
 
     def __enter__(self) -> None:
-        self._token = _scope.set(self._scope, carried=self._carried)
+        self._token = _scope.set(self._scope)
 
     def __exit__(self, *_: object) -> None:
         _scope.reset(self._token)
@@ -126,22 +142,13 @@ def waiting(wait: Callable[[], T]) -> T:
         del wait  # it may refer to a future, which the traceback of an error would keep alive
 
 
-def time_left(timeout: float | None) -> float | None:
-    """The shorter of a timeout and the time until the scope's deadline; None if there is neither."""
-    limit = _scope.get().deadline
-    if limit is None:
-        return timeout
-    left = max(limit - time.monotonic(), 0.0)
-    return left if timeout is None else min(timeout, left)
-
-
 def deadline() -> float | None:
     """Seconds left for the code that runs now; None if there is no limit.
 
     In a served function this is the time that its caller has left. Calls that the function makes to other
     workers are bounded by it automatically.
     """
-    return time_left(None)
+    return _scope.get().time_left()
 
 
 def cancelled() -> bool:
@@ -153,20 +160,6 @@ def cancelled() -> bool:
     if scope.server_call is not None and scope.server_call.cancelled:
         return True
     return scope.deadline is not None and time.monotonic() >= scope.deadline
-
-
-def cancel_with_caller(future: ResponseFuture) -> None:
-    """Cancels a request that a served function, or a backward for another peer, sends, when the request that
-    it serves is cancelled. Raises Cancelled if that has been cancelled already."""
-    server_call = _scope.get().server_call
-    if server_call is None:
-        return
-    if server_call.cancelled:
-        raise Cancelled("the request that this call was made for was cancelled")
-    future.is_nested = True
-    take_back = server_call.when_cancelled(future.cancel)
-    # Without this, a function that makes many calls would keep the results of all of them until it returns.
-    future.when_settled(take_back)
 
 
 @contextmanager
@@ -182,5 +175,5 @@ def timeout(seconds: float) -> Iterator[None]:
     limit = time.monotonic() + seconds
     if scope.deadline is not None:
         limit = min(limit, scope.deadline)
-    with entered(replace(scope, deadline=limit)):
+    with entered(scope._replace(deadline=limit)):
         yield

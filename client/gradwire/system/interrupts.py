@@ -26,7 +26,7 @@ class Uninterrupted:
     _has_come = False
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         handler = _signal.getsignal(_SIGINT)
         if callable(handler):  # otherwise an interrupt raises nothing, for example because it is ignored

@@ -142,7 +142,7 @@ def codec_error(
     weights = _Weights(seed)
     found = []
     for chosen in (NOT_COMPRESSED, replace(compression, error_feedback=False)):
-        with entered(replace(current_scope(), compression=chosen)):
+        with entered(current_scope()._replace(compression=chosen)):
             results: list[torch.Tensor] = []
             gradients = (
                 _autograd_gradients(_recording(fn, results), args, checked, weights) if checked else []

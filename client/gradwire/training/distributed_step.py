@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 
 from gradwire.errors import GradwireError, LinkError, NotFound, StepRefused, StepTorn, Unavailable
-from gradwire.runtime.scope import current_scope, entered, time_left
+from gradwire.runtime.scope import current_scope, deadline, entered
 from gradwire.training.optimizer_parts import CompletedCalls, OptimizerCall, RemoteOptimizer
 from gradwire.training.stepping import StepOutcome, StepRequest, StepSettings
 
@@ -41,7 +40,7 @@ class DistributedStep:
 
         With `in_turn`, workers are prepared one after the other, as `_prepare` says.
         """
-        if len(self._remotes) == 1 and time_left(None) is None:
+        if len(self._remotes) == 1 and deadline() is None:
             self._step_one(self._remotes[0])
         else:
             self._prepare(in_turn=in_turn)
@@ -86,7 +85,7 @@ class DistributedStep:
     def _commit(self) -> None:
         # All workers are prepared. From here on neither a deadline nor a connection that is cut may leave the
         # step made on some workers only.
-        with entered(replace(current_scope(), deadline=None, waits_for_link=True)):
+        with entered(current_scope()._replace(deadline=None, waits_for_link=True)):
             calls = [remote.start("commit", self._ticket) for remote in self._remotes]
             self._conclude(calls, CompletedCalls(calls))
 
@@ -126,7 +125,7 @@ class DistributedStep:
 
 def without_deadline() -> AbstractContextManager[None]:
     """A block for requests that undo something: they must leave even if the time for the work is up."""
-    return entered(replace(current_scope(), deadline=None))
+    return entered(current_scope()._replace(deadline=None))
 
 
 def _outcome(remote: RemoteOptimizer, ticket: int, error: GradwireError, *, was_sent: bool) -> str:

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -283,7 +282,7 @@ class RemoteOptimizer:
     def outcome(self, ticket: int, seconds: float) -> str:
         """The `StepOutcome` of a step on the worker. A step that was not made will not be made later."""
         self.probe()
-        with entered(replace(current_scope(), deadline=time.monotonic() + seconds)):
+        with entered(current_scope()._replace(deadline=time.monotonic() + seconds)):
             outcome: str = self.start("outcome", ticket)()
         return outcome
 

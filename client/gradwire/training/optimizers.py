@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from gradwire.api.contexts import Context, current_context, is_explicit
 from gradwire.api.workers import link_of
 from gradwire.errors import StepRefused
-from gradwire.runtime.scope import current_scope, entered, time_left
+from gradwire.runtime.scope import current_scope, deadline, entered
 from gradwire.system.interrupts import Uninterrupted
 from gradwire.system.randomness import between
 from gradwire.training.distributed_step import DistributedStep, without_deadline
@@ -184,7 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 local = self._local.unscaled(local, inverse_scale)
             self._local.check(local, self._skip_nonfinite)
             settings = self._step_settings(inverse_scale)
-            left = time_left(None)
+            left = deadline()
             give_up_at = time.monotonic() + (_STEP_SECONDS if left is None else left)
             for attempt in itertools.count():
                 try:
@@ -310,7 +309,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _in_context(context: Context | None) -> AbstractContextManager[None]:
-    return nullcontext() if context is None else entered(replace(current_scope(), context=context.id))
+    return nullcontext() if context is None else entered(current_scope()._replace(context=context.id))
 
 
 def _needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from gradwire.system.callbacks import call_each, call_elsewhere
 from gradwire.wire import Limits, Plans, supported_codecs
 
 __all__ = [
+    "NO_PAYLOAD",
     "Buffer",
     "Handler",
     "Link",
@@ -112,12 +113,15 @@ class LinkSettings:
     """The codecs that this peer tells the other peer that it can decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """The body and the attachments of a message that arrived completely."""
 
     body: bytes
     attachments: Sequence[Buffer] = ()
+
+
+NO_PAYLOAD = Payload(b"")
+"""In place of one whose memory is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +262,12 @@ class ResponseFuture(Future[Any]):
                     (waiter.add_result if error is None else waiter.add_exception)(self)
                 if self._awaited is not None:
                     self._awaited.notify_all()
+                callbacks, self._when_settled = self._when_settled, None
         if is_first:
-            self._invoke_callbacks()
+            if callbacks:
+                call_each(callbacks)
+            if self._done_callbacks:
+                super()._invoke_callbacks()  # type: ignore[misc]
         elif received is not None and self.on_discarded is not None:
             self.on_discarded(received)
         return is_first

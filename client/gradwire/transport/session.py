@@ -26,6 +26,7 @@ from gradwire.system.randomness import new_id
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import blocks, event_loop, faults, native
 from gradwire.transport.base import (
+    NO_PAYLOAD,
     Handler,
     Link,
     LinkSettings,
@@ -72,8 +73,10 @@ class OutboundCall:
         self.future.abandon = None
 
     def settle(self, outcome: Payload | GradwireError) -> None:
-        self.let_go()
-        self.future.settle(outcome)
+        self.attachments = ()
+        future = self.future
+        future.abandon = None
+        future.settle(outcome)
 
 
 class InboundCall(ServerCall):
@@ -88,7 +91,7 @@ class InboundCall(ServerCall):
         self.id = event.id
         self.method = event.method
         self.deadline = event.deadline
-        self.request = Payload(event.body, blocks.buffers(event.attachments))
+        self.request = _payload(event)
 
     def begin(self) -> None:
         self._session.begin(self)
@@ -112,7 +115,7 @@ class InboundCall(ServerCall):
         self._done(self._session.fail(self, error))
 
     def _done(self, is_sent: bool) -> bool:
-        self.request = Payload(b"")  # sending the response again does not need the request's memory
+        self.request = NO_PAYLOAD  # sending the response again does not need the request's memory
         self._when_cancelled.clear()
         return is_sent
 
@@ -180,9 +183,7 @@ class Session(Link):
             future = ResponseFuture()
         self.check_size(body, attachments)
         call = OutboundCall(future, timeout, attachments)
-        views = [attachment.view for attachment in attachments]
-        if views:
-            blocks.trim_later()
+        views = _views(attachments) if attachments else ()
         with self._lock:
             if self._ended is not None:
                 raise self._ended.again()
@@ -240,12 +241,14 @@ class Session(Link):
                 f"a message body of {len(body)} bytes exceeds the limit of {self.settings.max_body_bytes} "
                 "bytes; pass large data as tensors, which travel beside it in chunks"
             )
-        if len(attachments) > native.MOST_ATTACHMENTS:
-            raise ResourceExhausted(
-                f"a message has {len(attachments)} large tensors, more than the {native.MOST_ATTACHMENTS} "
-                "that a message may have"
-            )
-        size = len(body) + sum(len(attachment.view) for attachment in attachments)
+        size = len(body)
+        if attachments:
+            if len(attachments) > native.MOST_ATTACHMENTS:
+                raise ResourceExhausted(
+                    f"a message has {len(attachments)} large tensors, more than the "
+                    f"{native.MOST_ATTACHMENTS} that a message may have"
+                )
+            size += sum(len(attachment.view) for attachment in attachments)
         if size > self.peer_max_message_bytes:
             raise ResourceExhausted(
                 f"a message of {size} bytes exceeds the limit of {self.peer_max_message_bytes} bytes "
@@ -260,9 +263,7 @@ class Session(Link):
             self._native.begin(call.id)
 
     def respond(self, call: InboundCall, body: bytes, attachments: Sequence[Sendable]) -> bool:
-        views = [attachment.view for attachment in attachments]
-        if views:
-            blocks.trim_later()
+        views = _views(attachments) if attachments else ()
         with self._lock:
             is_sent = self._native.respond(call.id, body, views, bool(views), attachments)
             self._wake()
@@ -335,6 +336,8 @@ class Session(Link):
 
     def _wake(self) -> None:
         """Wakes the thread that writes the stream if there is something to write. The lock is held."""
+        if self._has_socket:
+            return
         stream = self._stream
         if isinstance(stream, GrpcStream) and stream.is_asleep and self._native.has_output:
             # In this order: if Ctrl-C interrupts between the lines, the stream is woken once more.
@@ -462,7 +465,7 @@ class Session(Link):
         self._inbound.pop(event.id, None)
 
     def _on_response(self, event: native.Event) -> None:
-        event.cookie.settle(Payload(event.body, blocks.buffers(event.attachments)))
+        event.cookie.settle(_payload(event))
 
     def _on_error(self, event: native.Event) -> None:
         error = link_pb2.Error.FromString(event.body)
@@ -614,6 +617,16 @@ _HANDLERS = {
     native.DISCONNECTED: Session._on_disconnected,
     native.BROKEN: Session._on_broken,
 }
+
+
+def _views(attachments: Sequence[Sendable]) -> list[memoryview]:
+    blocks.trim_later()  # they may go through shared memory
+    return [attachment.view for attachment in attachments]
+
+
+def _payload(event: native.Event) -> Payload:
+    attachments = event.attachments
+    return Payload(event.body, blocks.buffers(attachments) if attachments else ())
 
 
 def _error(error: GradwireError, local: PeerIdentity) -> bytes:

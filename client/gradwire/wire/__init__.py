@@ -11,8 +11,9 @@ that tensors view.
 from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_codec, supported_codecs
 from .limits import MAX_DEPTH, Limits
 from .messages import parse, refs_in
+from .plan_memory import EMPTY, LARGEST_SMALL, TensorMemory, read_memory, write_memory
 from .plan_tables import MARK, Plans, ReceivedPlan, SentPlan, is_short
-from .plans import EMPTY, LARGEST_INLINE, Flat, MemoryReader, PlannedValues, flatten, write_memory
+from .plans import Flat, PlannedValues, flatten
 from .storage_decoding import Buffer
 from .storage_encoding import Attachment
 from .tensor_encoding import size_if_simple
@@ -25,7 +26,7 @@ __all__ = [
     "CODECS",
     "COMPRESS_FROM",
     "EMPTY",
-    "LARGEST_INLINE",
+    "LARGEST_SMALL",
     "MARK",
     "MAX_DEPTH",
     "Attachment",
@@ -35,18 +36,19 @@ __all__ = [
     "Encoder",
     "Flat",
     "Limits",
-    "MemoryReader",
     "PlannedValues",
     "Plans",
     "ReceivedPlan",
     "Residual",
     "SentPlan",
+    "TensorMemory",
     "TypeRegistry",
     "default_types",
     "find_codec",
     "flatten",
     "is_short",
     "parse",
+    "read_memory",
     "refs_in",
     "register_type",
     "require_codec",

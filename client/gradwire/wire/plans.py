@@ -12,7 +12,6 @@ results are numbered in the same way, for each plan by itself.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import count
 from struct import Struct
@@ -24,27 +23,13 @@ import torch
 
 from gradwire.errors import MalformedMessage
 
-from .dtypes import BY_NUMBER
-from .memory import as_bytes
-from .storage_decoding import Buffer, zero_copy_tensor
+from .plan_memory import EMPTY, TensorMemory, read_memory, write_memory
+from .storage_decoding import Buffer
 from .storage_encoding import Attachment
 from .tensor_encoding import size_if_simple
 
-__all__ = [
-    "EMPTY",
-    "LARGEST_INLINE",
-    "Flat",
-    "Layout",
-    "MemoryReader",
-    "PlannedValues",
-    "flatten",
-    "write_memory",
-]
+__all__ = ["Flat", "Layout", "PlannedValues", "flatten"]
 
-LARGEST_INLINE = 64 * 1024
-_MOST_INLINE = 1024 * 1024
-"""Tensors of more bytes, and those for which a message would have more of them, are attachments. Both ends
-rely on these numbers."""
 _MOST_LEAVES = 1024
 _MOST_DEPTH = 16
 _MOST_CHARACTERS = 256
@@ -53,14 +38,6 @@ _CODES: dict[type, str] = {bool: "?", int: "q", float: "d"}
 """Scalars are sent with each message, since they differ from one to the next."""
 _CONSTANTS = (type(None), EllipsisType, str, torch.dtype)
 """Values of these types are part of the structure."""
-
-EMPTY = {
-    wire_type.dtype: torch.frombuffer(bytearray(16), dtype=wire_type.dtype, count=1)[:0]
-    for wire_type in BY_NUMBER.values()
-    if wire_type.plain
-}
-"""An empty tensor of each dtype. Its `new_empty` takes half the time of `torch.empty` with a dtype and a
-device, and heeds no ``with torch.device(...)`` block of the user either."""
 
 
 class _Unplannable(Exception):
@@ -98,9 +75,10 @@ def _flatten(values: Any, flat: Flat, depth: int) -> None:
     for value in values:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if not _is_plain(value):
-                raise _Unplannable
-            key += (torch.Tensor, value.dtype, value.shape, value.requires_grad)
+            dtype, size = value.dtype, size_if_simple(value)
+            if size is None or size != value.nbytes or dtype not in EMPTY:
+                raise _Unplannable  # dtype, shape and the bytes at its address are not all there is to say
+            key += (torch.Tensor, dtype, value.shape, value.requires_grad)
             tensors.append(value)
         elif kind in _CODES:
             if kind is int and not -(2**63) <= value < 2**63:
@@ -122,12 +100,6 @@ def _flatten(values: Any, flat: Flat, depth: int) -> None:
                 _flatten(value.values(), flat, depth + 1)
             else:
                 raise _Unplannable
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, shape and the bytes at its address are all there is to say of a tensor."""
-    size = size_if_simple(tensor)
-    return size is not None and size == tensor.nbytes and tensor.dtype in EMPTY
 
 
 def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
@@ -158,11 +130,13 @@ class Layout:
 
     def __init__(self, values: int, flat: Flat) -> None:
         """`values`: how many were taken apart."""
-        self.sizes = [tensor.nbytes for tensor in flat.tensors]
+        self._sizes = [tensor.nbytes for tensor in flat.tensors]
         self.slots = [index for index, tensor in enumerate(flat.tensors) if tensor.requires_grad]
         """Which tensors require grad."""
-        self._likes = [EMPTY[tensor.dtype] for tensor in flat.tensors]
-        self._shapes = [tensor.shape for tensor in flat.tensors]
+        self._tensors = [
+            TensorMemory(EMPTY[tensor.dtype], tensor.shape, size)
+            for tensor, size in zip(flat.tensors, self._sizes, strict=True)
+        ]
         self._scalars = Struct("<" + "".join(_CODES[type(scalar)] for scalar in flat.scalars))
         self._constants: list[object] = []
         places = count(), count(len(flat.tensors)), count(len(flat.tensors) + len(flat.scalars))
@@ -197,8 +171,8 @@ class Layout:
 
     def write(self, flat: Flat) -> tuple[bytes, list[Attachment]]:
         """What a message says of values of this structure."""
-        inline, attachments = write_memory(flat.tensors, self.sizes)
-        return b"".join((self._scalars.pack(*flat.scalars), *inline)), attachments
+        memory, attachments = write_memory(flat.tensors, self._sizes)
+        return self._scalars.pack(*flat.scalars) + memory, attachments
 
     def read(self, body: bytes, at: int, attachments: Sequence[Buffer]) -> PlannedValues:
         """The values whose scalars and tensors begin at `at` in a body."""
@@ -206,9 +180,7 @@ class Layout:
             scalars = self._scalars.unpack_from(body, at)
         except StructError as error:
             raise MalformedMessage(f"a body of {len(body)} bytes lacks scalars") from error
-        reader = MemoryReader(body, at + self._scalars.size, attachments)
-        tensors = list(map(reader.read, self._likes, self._shapes, self.sizes))
-        reader.check_end()
+        tensors = read_memory(self._tensors, body, at + self._scalars.size, attachments)
         return PlannedValues(self, tensors, scalars)
 
     def build(self, tensors: Sequence[torch.Tensor], scalars: Sequence[Any]) -> list[Any]:
@@ -253,70 +225,3 @@ def _build(nodes: Sequence[_Node], leaves: Sequence[Any]) -> list[Any]:
                 dict(zip(node.names, inner, strict=True)) if node.kind is dict else node.kind(inner)
             )
     return values
-
-
-# -- the memory of tensors
-
-
-def write_memory(
-    tensors: Sequence[torch.Tensor], sizes: Sequence[int]
-) -> tuple[list[bytes], list[Attachment]]:
-    """The bytes of tensors, which are contiguous: those of small ones in order, as they stand at the end of a
-    body, and the others as attachments."""
-    inline: list[bytes] = []
-    attachments: list[Attachment] = []
-    left = _MOST_INLINE
-    for tensor, size in zip(tensors, sizes, strict=True):
-        if size <= LARGEST_INLINE and size <= left:
-            left -= size
-            inline.append(ctypes.string_at(tensor.data_ptr(), size))
-        else:
-            # The view refers to the array, and the array to the storage, so the view stays valid.
-            view = as_bytes(tensor, tensor.data_ptr(), size).numpy().data
-            attachments.append(Attachment(view, [tensor]))
-    return inline, attachments
-
-
-class MemoryReader:
-    """Reads what `write_memory` wrote."""
-
-    __slots__ = ("_at", "_attachments", "_body", "_left", "_used")
-
-    def __init__(self, body: bytes, at: int, attachments: Sequence[Buffer]) -> None:
-        self._body = body
-        self._at = at
-        self._attachments = attachments
-        self._left = _MOST_INLINE
-        self._used = 0
-
-    def read(self, like: torch.Tensor, shape: Sequence[int], size: int) -> torch.Tensor:
-        """The next tensor, which has the dtype of `like` and `size` bytes."""
-        if size > LARGEST_INLINE or size > self._left:
-            return self._attached(like, shape, size)
-        self._left -= size
-        end = self._at + size
-        if end > len(self._body):
-            raise MalformedMessage(f"a body of {len(self._body)} bytes lacks bytes of tensors")
-        # Copied into memory of torch, which is aligned, and which the user may resize.
-        tensor = like.new_empty(shape)
-        ctypes.memmove(tensor.data_ptr(), self._body[self._at : end], size)
-        self._at = end
-        return tensor
-
-    def _attached(self, like: torch.Tensor, shape: Sequence[int], size: int) -> torch.Tensor:
-        if self._used == len(self._attachments) or len(self._attachments[self._used]) != size:
-            raise MalformedMessage(f"attachment {self._used} does not have the {size} bytes of its tensor")
-        content = self._attachments[self._used]
-        self._used += 1
-        tensor = zero_copy_tensor(content, like.dtype)
-        if tensor is None:
-            tensor = like.new_empty(shape)
-            ctypes.memmove(tensor.data_ptr(), bytes(content), size)
-            return tensor
-        # Resized in place: autograd forbids in-place operations on a view that a recv node returns.
-        return tensor if len(shape) == 1 else tensor.resize_(shape)
-
-    def check_end(self) -> None:
-        """Raises if there is more than was read."""
-        if self._at != len(self._body) or self._used != len(self._attachments):
-            raise MalformedMessage("a message has more bytes or attachments than its structure says")

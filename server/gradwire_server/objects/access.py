@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 
 from gradwire.runtime.scope import Token as ScopeToken
@@ -65,7 +64,7 @@ class ReadGuard:
     def __enter__(self) -> ReadGuard:
         self._access._begin_read(self, is_outermost=_current_read.get() is None)
         scope = current_scope()
-        self._scope: ScopeToken = enter(replace(scope, around_wait=partial(self._paused, scope.around_wait)))
+        self._scope: ScopeToken = enter(scope._replace(around_wait=partial(self._paused, scope.around_wait)))
         self._reset = _current_read.set(self)
         return self
 

@@ -14,7 +14,7 @@ from gradwire.autograd import applied_modes, nbytes
 from gradwire.errors import Cancelled, MalformedMessage, Unavailable
 from gradwire.peers.local import LocalPeer
 from gradwire.proto.v1 import describe_pb2, link_pb2
-from gradwire.runtime.scope import current_scope, entered
+from gradwire.runtime.scope import Scope, entered
 from gradwire.transport import Handler, ServerCall, faults
 from gradwire_server.objects.registry import Registry
 from gradwire_server.serving.call_executor import CallExecutor
@@ -96,7 +96,7 @@ class Servicer:
         finally:
             self._running_calls.discard(server_call)
 
-    def _forward(self, server_call: ServerCall) -> None:
+    def _forward(self, server_call: ServerCall, scope: Scope) -> None:
         link = server_call.link
         call = CallRequest(server_call.request.body, link)
         engine = self._peer.engine
@@ -104,11 +104,10 @@ class Servicer:
             engine.container.release(call.released)
         context = None if call.metadata is None else call.metadata.context
         modes = call.message.modes
-        scope = current_scope().for_request(context, modes.detect_anomaly)
         release_numbers: list[int] = []
         is_sent = False
         try:
-            with entered(scope), applied_modes(modes):
+            with entered(scope.for_request(context, modes.detect_anomaly)), applied_modes(modes):
                 # With gradients off, a requester does not say when a context ends (`messages.send_call`).
                 requester = link.peer.id if link is not None and torch.is_grad_enabled() else None
                 with engine.container.in_use(context, requester=requester):

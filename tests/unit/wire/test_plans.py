@@ -17,9 +17,10 @@ from tests.unit.wire.support import assert_same_bits
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.wire import Plans, flatten, is_short
-from gradwire.wire.plans import LARGEST_INLINE, Flat, Layout
+from gradwire.wire.plan_memory import LARGEST_SMALL
+from gradwire.wire.plans import Flat, Layout
 
-LARGE = LARGEST_INLINE // 4 + 1
+LARGE = LARGEST_SMALL // 4 + 1
 
 
 def taken_apart(values: Sequence[object]) -> Flat:
@@ -124,13 +125,23 @@ def test_the_device_of_a_users_block_does_not_matter() -> None:
     assert arrived.tolist() == [1, 1]
 
 
-def test_large_tensors_are_attached_and_so_are_many_small_ones() -> None:
-    assert len(written([torch.ones(LARGE), torch.ones(3)])[1]) == 1
-    many = [torch.full((LARGE - 1,), float(index)) for index in range(20)]
-    body, attachments = written(many)
-    assert len(body) <= 1024 * 1024
-    assert len(attachments) == 20 - len(body) // many[0].nbytes
-    assert_same(round_trip(many), many)
+def test_large_tensors_are_attached_and_many_small_ones_together() -> None:
+    assert [len(one) for one in written([torch.ones(LARGE), torch.ones(3)])[1]] == [LARGE * 4]
+    many = [torch.full((1000,), float(index)) for index in range(20)]
+    body, attachments = written([*many, torch.ones(LARGE), 7])
+    assert len(body) == 8
+    assert [len(one) for one in attachments] == [20 * 4000, LARGE * 4]
+    sent = [*many, torch.ones(LARGE), 7]
+    assert_same(round_trip(sent), sent)
+
+
+@pytest.mark.parametrize("sizes", [[], [79_999], [80_001], [80_000] * 2, [80_000, 0]])
+def test_small_tensors_of_another_size_together_are_refused(sizes: list[int]) -> None:
+    layout = Layout(20, taken_apart([torch.ones(1000) for _ in range(20)]))
+    with pytest.raises(MalformedMessage):
+        layout.read(b"", 0, [numpy.zeros(size, numpy.uint8) for size in sizes])
+    with pytest.raises(MalformedMessage):
+        layout.read(bytes(1), 0, [numpy.zeros(80_000, numpy.uint8)])
 
 
 BASE = torch.arange(12.0)
