@@ -270,10 +270,12 @@ auto without_gil(Code code) {
 
 std::unique_lock<FairMutex> locked(Link& link) {
   std::unique_lock lock(link.mutex(), std::try_to_lock);
+  if (lock) return lock;
+  FairMutex::Claim claim(link.mutex());
   while (!lock) {
-    // Let go of again before the interpreter's lock is taken: whoever has that may be waiting for this one.
+    // Not held while the interpreter's lock is taken: whoever has that may be waiting for this one.
     without_gil([&] {
-      std::lock_guard wait(link.mutex());
+      link.mutex().wait_until_free();
       return 0;
     });
     lock.try_lock();
