@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -170,6 +171,18 @@ UNPLANNED: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("value", UNPLANNED.values(), ids=UNPLANNED)
 def test_what_goes_in_full(value: Callable[[], object]) -> None:
     assert flatten([value()]) is None
+
+
+def tree(depth: int) -> list[Any]:
+    return [tree(depth - 1)] * 10 if depth else []
+
+
+@pytest.mark.parametrize("value", [[0] * 10**7, dict.fromkeys(map(str, range(10**6))), tree(14)])
+def test_what_is_far_too_large_for_a_plan_is_given_up_at_once(value: object) -> None:
+    started = time.thread_time()
+    assert flatten([value]) is None
+    assert flatten([1] * 5000) is None
+    assert time.thread_time() - started < 0.1
 
 
 def test_views_that_share_no_byte_go_by_a_plan() -> None:
