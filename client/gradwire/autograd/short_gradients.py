@@ -28,6 +28,9 @@ _GRADIENTS = Struct("<16sQQ")
 """The message, its slots that have a gradient, and those whose gradient repeats one element."""
 _MOST_SLOTS = 64
 """As many as a number has bits."""
+_MOST_GRADIENTS = 1024
+"""Of all messages together, and as many messages. Each gradient may become an attachment, so thousands are
+better in full."""
 _RETAIN_GRAPH, _SKIP_LEAVES = 1, 2
 AWAITS_END = 1
 """A flag of a response."""
@@ -67,7 +70,7 @@ class ShortGradients:
             self._tensors.append(gradient)
             self._sizes.append(size)
         self.heads.append((id, slots, repeated))
-        return True
+        return len(self.heads) <= _MOST_GRADIENTS and len(self._sizes) <= _MOST_GRADIENTS
 
     def content(self) -> tuple[bytes, list[wire.Attachment]]:
         """The bytes, and the attachments."""
