@@ -459,6 +459,13 @@ FAILS: dict[str, tuple[bytes, list[bytes], Code.Code]] = {
     "an attachment of nothing": (attachment(), [b""], Code.CODE_MALFORMED),
     "a storage without end": (attachment(1 << 60), [bytes(8)], Code.CODE_MALFORMED),
     "a set of integers of one hash": (set_of_one_hash(60_000), [], Code.CODE_MALFORMED),
+    "the name of no keyword argument": (
+        autograd_pb2.ForwardWithAutogradRequest(
+            function="echo", kwargs={"x": value_pb2.Value(integer=1)}, kwarg_names=["y"]
+        ).SerializeToString(),
+        [],
+        Code.CODE_MALFORMED,
+    ),
     "no function": (b"", [], Code.CODE_UNKNOWN_FUNCTION),
 }
 

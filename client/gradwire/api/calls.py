@@ -184,6 +184,8 @@ def start_call(
             request.args.append(encoder.value(arg, f"args[{index}]"))
         for name, arg in kwargs.items():
             request.kwargs[name].CopyFrom(encoder.value(arg, name))
+        if len(kwargs) > 1:
+            request.kwarg_names.extend(kwargs)
         request.devices.extend(devices.target_devices(encoder.tensors, link.peer))
     engine = current_peer().engine
     future = CallFuture(
@@ -219,8 +221,7 @@ def _find_plan(
     kwargs: Mapping[str, object],
 ) -> tuple[wire.SentPlan, wire.Flat] | None:
     """The plan of a call and its arguments, taken apart; None if it has none."""
-    names = sorted(kwargs)
-    values = [*args, *(kwargs[name] for name in names)] if names else args
+    values = [*args, *kwargs.values()] if kwargs else args
     flat = wire.flatten(values)
     if flat is None:
         return None
@@ -229,7 +230,7 @@ def _find_plan(
         None if target is None else target.SerializeToString(),
         None if modes is None else modes.SerializeToString(),
         len(args),
-        *names,
+        *kwargs,
         *flat.key,
     )
     plan = link.plans.find(key, len(values), flat)

@@ -54,10 +54,9 @@ class CallRequest:
     def keep_plan(self, link: Link, args: Sequence[object], kwargs: dict[str, object]) -> None:
         """Keeps the plan of a request in full. `args` and `kwargs`: its arguments, which nothing has changed
         yet."""
-        names = sorted(kwargs)
-        flat = wire.flatten([*args, *(kwargs[name] for name in names)])
+        flat = wire.flatten([*args, *kwargs.values()])
         if flat is not None:
-            self.plan = link.plans.keep(self.message, names, flat)
+            self.plan = link.plans.keep(self.message, list(kwargs), flat)
 
 
 class CallResult:
