@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.wire.support import Changes, changed, changes_of_bytes
 
 from gradwire import wire
 from gradwire.autograd.gradients import TensorMetadata
@@ -108,43 +109,18 @@ def test_a_message_of_many_tensors_is_said_in_full() -> None:
 
 # -- nonsense
 
-mutations = st.lists(
-    st.tuples(
-        st.integers(0, 400), st.sampled_from(["set", "insert", "delete", "cut"]), st.binary(max_size=9)
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-def mutated(body: bytes, changes: Sequence[tuple[int, str, bytes]]) -> bytes:
-    for at, how, content in changes:
-        at %= len(body) + 1
-        if how == "set":
-            body = body[:at] + content + body[at + len(content) :]
-        elif how == "insert":
-            body = body[:at] + content + body[at:]
-        elif how == "delete":
-            body = body[:at] + body[at + len(content) :]
-        else:
-            body = body[:at]
-    return body
-
-
 attached = st.lists(st.integers(0, 3 * LARGE), max_size=3).map(
     lambda sizes: [numpy.zeros(size, numpy.uint8) for size in sizes]
 )
 
 
 @settings(deadline=None)
-@given(mutations, attached)
-def test_a_request_that_was_changed_is_read_or_refused(
-    changes: list[tuple[int, str, bytes]], attachments: list[Any]
-) -> None:
+@given(changes_of_bytes, attached)
+def test_a_request_that_was_changed_is_read_or_refused(changes: Changes, attachments: list[Any]) -> None:
     tensors = [ONES, torch.ones(3, dtype=torch.bool), torch.ones(LARGE)]
     body, _ = request_with([ONES, tensors[1], torch.tensor(1.0).expand(LARGE)], tensors)
     try:
-        gradients = ShortRequest(mutated(body, changes)).gradients(expected(*tensors), attachments)
+        gradients = ShortRequest(changed(body, changes)).gradients(expected(*tensors), attachments)
     except MalformedMessage:
         return
     for gradient, tensor in zip(gradients, tensors, strict=True):
@@ -152,12 +128,10 @@ def test_a_request_that_was_changed_is_read_or_refused(
 
 
 @settings(deadline=None)
-@given(mutations, attached)
-def test_a_response_that_was_changed_is_read_or_refused(
-    changes: list[tuple[int, str, bytes]], attachments: list[Any]
-) -> None:
+@given(changes_of_bytes, attached)
+def test_a_response_that_was_changed_is_read_or_refused(changes: Changes, attachments: list[Any]) -> None:
     tensors = [ONES, torch.ones((), dtype=torch.int64)]
-    body = mutated(response_with(*tensors), changes)
+    body = changed(response_with(*tensors), changes)
     try:
         _, count, _, _, at = read_short(body)
         heads, at = read_heads(body, at, count)
@@ -169,11 +143,11 @@ def test_a_response_that_was_changed_is_read_or_refused(
         pass
 
 
-@given(mutations)
-def test_metadata_that_was_changed_is_read_or_refused(changes: list[tuple[int, str, bytes]]) -> None:
+@given(changes_of_bytes)
+def test_metadata_that_was_changed_is_read_or_refused(changes: Changes) -> None:
     metadata = AutogradMetadata(CONTEXT, MESSAGE, 7)
     metadata.depends_on, metadata.builds_on, metadata.segment_handle = [MESSAGE, PASS], [PASS], MESSAGE
-    body = mutated(metadata.in_short([PASS] * 3), changes)
+    body = changed(metadata.in_short([PASS] * 3), changes)
     try:
         AutogradMetadata.from_short(body, 0)
     except MalformedMessage:

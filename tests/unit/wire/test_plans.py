@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.wire.support import assert_same_bits
+from tests.unit.wire.support import Changes, assert_same_bits, changed, changes_of_bytes
 
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
@@ -202,6 +202,23 @@ def test_attachments_of_other_sizes_are_refused(sizes: list[int]) -> None:
     layout = Layout(1, taken_apart([torch.ones(LARGE)]))
     with pytest.raises(MalformedMessage):
         layout.read(b"", 0, [numpy.zeros(size, numpy.uint8) for size in sizes])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(values, max_size=5), changes_of_bytes, st.lists(st.integers(0, 9), max_size=2))
+def test_a_body_that_was_changed_is_read_or_refused(
+    sent: list[object], changes: Changes, attached: list[int]
+) -> None:
+    flat = taken_apart(sent)
+    layout = Layout(len(sent), flat)
+    body, _ = layout.write(flat)
+    try:
+        arrived = layout.read(
+            changed(body, changes), 0, [numpy.zeros(size, numpy.uint8) for size in attached]
+        )
+    except MalformedMessage:
+        return
+    assert taken_apart(arrived.values()).key == [*flat.key]
 
 
 # -- the tables of a link
