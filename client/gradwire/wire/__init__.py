@@ -12,7 +12,7 @@ from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_
 from .limits import MAX_DEPTH, Limits
 from .messages import parse, refs_in
 from .plan_tables import MARK, Plans, ReceivedPlan, SentPlan, is_short
-from .plans import EMPTY, LARGEST_INLINE, Flat, MemoryReader, PlannedValues, flatten, write_memory
+from .plans import EMPTY, LARGEST_INLINE, Flat, Layout, MemoryReader, PlannedValues, flatten, write_memory
 from .storage_decoding import Buffer
 from .storage_encoding import Attachment
 from .tensor_encoding import size_if_simple
@@ -34,6 +34,7 @@ __all__ = [
     "Decoder",
     "Encoder",
     "Flat",
+    "Layout",
     "Limits",
     "MemoryReader",
     "PlannedValues",

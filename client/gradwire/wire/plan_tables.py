@@ -79,31 +79,26 @@ class SentPlan:
 class ReceivedPlan:
     """A plan of calls that another peer sends."""
 
-    __slots__ = ("_results", "_table", "layout", "names", "request")
+    __slots__ = ("_results", "layout", "names", "request")
 
     def __init__(
-        self,
-        table: Plans,
-        request: autograd_pb2.ForwardWithAutogradRequest,
-        layout: Layout,
-        names: Sequence[str],
+        self, request: autograd_pb2.ForwardWithAutogradRequest, layout: Layout, names: Sequence[str]
     ) -> None:
         self.request = request
         """What all calls have in common."""
         self.layout = layout
         self.names = names
         """Of the keyword arguments, which come after the others."""
-        self._table = table
         self._results: dict[tuple[Hashable, ...], tuple[int, Layout]] = {}
 
-    def result(self, flat: Flat) -> tuple[int, Layout] | None:
+    def result(self, plans: Plans, flat: Flat) -> tuple[int, Layout] | None:
         """The number and structure of a result; None if it has no number."""
         key = tuple(flat.key)
         found = self._results.get(key)
         if found is None:
-            with self._table.lock:
+            with plans.lock:
                 found = self._results.get(key)
-                if found is None and len(self._results) < _MOST_RESULTS and self._table.has_room(key):
+                if found is None and len(self._results) < _MOST_RESULTS and plans.has_room(key):
                     found = self._results[key] = len(self._results) + 1, Layout(1, flat)
         return found
 
@@ -165,7 +160,7 @@ class Plans:
             with self.lock:
                 plan = self._received.get(request.plan)
                 if plan is None and self.has_room((flat.key, names, common.SerializeToString())):
-                    plan = self._received[request.plan] = ReceivedPlan(self, common, layout, names)
+                    plan = self._received[request.plan] = ReceivedPlan(common, layout, names)
         return plan
 
     def received(self, number: int) -> ReceivedPlan:

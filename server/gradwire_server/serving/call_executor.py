@@ -202,8 +202,7 @@ class CallExecutor:
         kwargs = {}
         if request.kwargs:  # checked first, because iterating over a protobuf map is slow even if it is empty
             kwargs = {name: decoder.value(request.kwargs[name], name) for name in _names_in_order(request)}
-        if request.plan and link is not None:
-            call.keep_plan(link, args, kwargs)
+        call.keep_plan(args, kwargs)
         return args, kwargs
 
     # -- refs

@@ -3,9 +3,11 @@ refused."""
 
 from __future__ import annotations
 
+import gc
 import struct
 import time
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -252,7 +254,7 @@ def test_a_plan_is_made_at_the_second_call_and_used_when_it_is_kept() -> None:
     assert not plan.is_kept
     received = there.keep(call(plan.number), [], flat)
     assert received is there.received(plan.number)
-    found = received.result(taken_apart([2.5]))
+    found = received.result(there, taken_apart([2.5]))
     assert found is not None
     response = autograd_pb2.ForwardWithAutogradResponse(plan_is_kept=True, result_number=found[0])
     plan.learn(here, response, 2.5)
@@ -286,10 +288,27 @@ def test_numbers_that_nobody_gave_are_refused() -> None:
             plan.learn(plans, autograd_pb2.ForwardWithAutogradResponse(result_number=number), result)
 
 
-def test_a_plan_numbers_so_many_structures_of_results() -> None:
-    received = Plans().keep(call(1), [], taken_apart([1]))
+def test_the_plans_of_a_link_that_is_gone_are_gone_at_once() -> None:
+    plans = Plans()
+    received = plans.keep(call(1), [], taken_apart([1]))
     assert received is not None
-    found = [received.result(taken_apart([torch.ones(size)])) for size in range(1, 30)]
+    assert received.result(plans, taken_apart([2.5])) is not None
+    for _ in range(2):
+        plans.find(("f",), 1, taken_apart([1]))
+    gone = weakref.ref(plans)
+    gc.disable()
+    try:
+        del plans, received
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_plan_numbers_so_many_structures_of_results() -> None:
+    plans = Plans()
+    received = plans.keep(call(1), [], taken_apart([1]))
+    assert received is not None
+    found = [received.result(plans, taken_apart([torch.ones(size)])) for size in range(1, 30)]
     assert [one[0] for one in found if one is not None] == list(range(1, 17))
 
 
@@ -345,7 +364,7 @@ def test_a_link_has_room_for_some_thousand_plans() -> None:
     for number in range(1, 1500):
         plan = plans.keep(call(number), [], taken_apart([*tensors, number, str(number)]))
         assert plan is not None
-        assert plan.result(taken_apart([tensors[1]])) is not None
+        assert plan.result(plans, taken_apart([tensors[1]])) is not None
 
 
 def test_results_that_another_peer_numbers_take_so_much_memory() -> None:
