@@ -135,6 +135,15 @@ def test_values_of_all_kinds_go_there_and_back(worker: gw.RemoteWorker) -> None:
     assert worker.echo(*args, key=torch.float16) == (args, {"key": torch.float16})
 
 
+def test_keyword_arguments_come_in_the_order_in_which_they_were_given(worker: gw.RemoteWorker) -> None:
+    for order in ("zab", "bza", "abz", "bazcqp", "a"):
+        for number in range(4):  # in full, then by a plan
+            sent = {name: torch.tensor(number + index) for index, name in enumerate(order)}
+            _, arrived = worker.echo(**sent)
+            assert "".join(arrived) == order
+            assert list(arrived.values()) == list(sent.values())
+
+
 def test_an_async_function_is_awaited(worker: gw.RemoteWorker) -> None:
     assert worker.add_async(1, 2) == 3
 

@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ Code = link_pb2.Error
 class RawLink:
     """The frames of a link, written by hand: over the stream, or over a socket that the worker offers."""
 
-    def __init__(self, address: str, hello: bytes | None = None, kind: str = "grpc") -> None:
+    def __init__(self, address: str, hello: bytes | None = None, kind: str = "grpc", **more: Any) -> None:
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._kind = kind
         self._host = address.rpartition(":")[0]
@@ -50,7 +51,7 @@ class RawLink:
         open_stream: Any = self._channel.stream_stream(LINK)
         self._call = open_stream(iter(self._to_stream.get, None), timeout=SECONDS)
         self._incoming = self._from_stream()
-        wanted = hello_frame(same_host=kind == "unix", direct=kind == "tcp")
+        wanted = hello_frame(same_host=kind == "unix", direct=kind == "tcp", **more)
         self.send_to_stream(frames.envelope(wanted) if hello is None else hello)
         self.offer = link_pb2.Welcome()
 
@@ -459,6 +460,13 @@ FAILS: dict[str, tuple[bytes, list[bytes], Code.Code]] = {
     "an attachment of nothing": (attachment(), [b""], Code.CODE_MALFORMED),
     "a storage without end": (attachment(1 << 60), [bytes(8)], Code.CODE_MALFORMED),
     "a set of integers of one hash": (set_of_one_hash(60_000), [], Code.CODE_MALFORMED),
+    "the name of no keyword argument": (
+        autograd_pb2.ForwardWithAutogradRequest(
+            function="echo", kwargs={"x": value_pb2.Value(integer=1)}, kwarg_names=["y"]
+        ).SerializeToString(),
+        [],
+        Code.CODE_MALFORMED,
+    ),
     "no function": (b"", [], Code.CODE_UNKNOWN_FUNCTION),
 }
 
@@ -572,7 +580,15 @@ def worker(counted: list[int], gate: threading.Event) -> Iterator[gws.Worker]:
     def wait() -> None:
         assert gate.wait(SECONDS)
 
-    with gws.Worker(double, echo, count, wait, lease=0.1) as worker:
+    def ask(x: torch.Tensor) -> object:
+        return gw.caller().call("answer", x.detach())
+
+    def descend(x: torch.Tensor) -> torch.Tensor | None:
+        leaf = x.detach().requires_grad_()
+        gw.caller().call("answer", leaf).sum().backward()
+        return leaf.grad
+
+    with gws.Worker(double, echo, count, wait, ask, descend, lease=0.1) as worker:
         yield worker
 
 
@@ -902,3 +918,379 @@ def test_values_that_lie_about_their_type_are_refused(worker: gws.Worker) -> Non
         with RawLink(worker.address).welcome() as link:
             link.send(request(1, message.SerializeToString()))
             assert link.respond().error.code == code, value
+
+
+# -- plans
+
+PLAN = 7
+PEER = 5
+"""The id of the hostile peer."""
+CONTEXT, MESSAGE = struct.pack("<QQ", PEER, 3), struct.pack("<QQ", PEER, 4)
+
+
+def said(counts: tuple[int, int, int] = (0, 0, 0), flags: int = 1, ids: bytes = b"") -> bytes:
+    """What a message in short says of autograd."""
+    return struct.pack("<16s16sQIIIB", CONTEXT, MESSAGE, 0, *counts, flags) + ids
+
+
+def planned_call(plan: int = PLAN, function: str = "double", count: int = 4) -> bytes:
+    """A call in full with one tensor that requires grad, and with a plan."""
+    tensor = Tensor(dtype=F32, shape=[count], requires_grad=True)
+    storage = Storage(size=4 * count, inline=bytes(4 * count))
+    message = autograd_pb2.ForwardWithAutogradRequest.FromString(call(tensor, storage))
+    message.function, message.plan = function, plan
+    message.autograd.context.peer = message.autograd.message.peer = PEER
+    message.autograd.context.number, message.autograd.message.number = 3, 4
+    return message.SerializeToString()
+
+
+def short_call(
+    plan: int = PLAN, known: int = 0, autograd: bytes = said(), content: bytes = bytes(16)
+) -> bytes:
+    return struct.pack("<BIH", 0, plan, known) + autograd + content
+
+
+def short_gradients(
+    message: bytes,
+    slots: int = 1,
+    repeated: int = 0,
+    autograd: bytes = said(flags=0),
+    content: bytes = bytes(16),
+) -> bytes:
+    """Gradients for a message with one tensor."""
+    head = struct.pack("<BB16s16s", 0, 1, b"\x03" * 16, message)
+    return head + autograd + bytes([slots, repeated]) + content
+
+
+MOST = 2**32 - 1
+SHORT_CALLS: dict[str, tuple[bytes, list[bytes]]] = {
+    "a zero byte": (b"\0", []),
+    "zero bytes": (bytes(100), []),
+    "half a head": (short_call()[:5], []),
+    "an unknown plan": (short_call(8), []),
+    "the largest number of a plan": (short_call(MOST), []),
+    "no metadata": (short_call(autograd=b"", content=b""), []),
+    "half its metadata": (short_call()[:40], []),
+    "4 billion ids": (short_call(autograd=said((MOST, 0, 0))), []),
+    "12 billion ids": (short_call(autograd=said((MOST, MOST, MOST), flags=255)), []),
+    "one id too few": (short_call(autograd=said((0, 1, 0))), []),
+    "one id too many": (short_call(autograd=said(ids=bytes(16))), []),
+    "a segment handle that is not there": (short_call(autograd=said(flags=3), content=b""), []),
+    "no tensor": (short_call(content=b""), []),
+    "a tensor that is a byte short": (short_call(content=bytes(15)), []),
+    "a tensor that is a byte long": (short_call(content=bytes(17)), []),
+    "an attachment too many": (short_call(), [bytes(16)]),
+    "an attachment instead": (short_call(content=b""), [bytes(16)]),
+    "an empty attachment": (short_call(), [b""]),
+}
+SHORT_GRADIENTS: dict[str, tuple[Callable[[bytes], bytes], list[bytes]]] = {
+    "a zero byte": (lambda _: b"\0", []),
+    "half a head": (lambda message: short_gradients(message)[:40], []),
+    "half its metadata": (lambda message: short_gradients(message)[:60], []),
+    "no such message": (lambda _: short_gradients(b"\x09" * 16), []),
+    "a slot beyond": (lambda message: short_gradients(message, 2), []),
+    "all slots": (lambda message: short_gradients(message, 255), []),
+    "no slots": (lambda message: short_gradients(message, content=b"")[:-1], []),
+    "a repeated element that is too long": (lambda message: short_gradients(message, 1, 1), []),
+    "a gradient that is a byte short": (lambda message: short_gradients(message, content=bytes(15)), []),
+    "a gradient that is a byte long": (lambda message: short_gradients(message, content=bytes(17)), []),
+    "a gradient for no slot": (lambda message: short_gradients(message, 0), []),
+    "only a slot that repeats": (lambda message: short_gradients(message, 0, 1), []),
+    "an attachment too many": (short_gradients, [bytes(16)]),
+    "an attachment instead": (lambda message: short_gradients(message, content=b""), [bytes(16)]),
+    "4 billion releases": (
+        lambda message: short_gradients(message, autograd=said((0, 0, MOST), flags=0)),
+        [],
+    ),
+}
+
+
+class Numbered:
+    """Sends requests over a raw link, each with the next number. Those of the worker get empty responses."""
+
+    def __init__(self, link: RawLink) -> None:
+        self._link = link
+        self._ids = itertools.count(1)
+
+    def __call__(
+        self,
+        body: bytes,
+        attachments: Sequence[bytes] = (),
+        method: Any = link_pb2.METHOD_FORWARD_WITH_AUTOGRAD,
+    ) -> link_pb2.Response:
+        id = next(self._ids)
+        self._link.send(request(id, body, method, attachments=map(len, attachments)))
+        for content in attachments:
+            self._link.send(chunk(id, content))
+        for frame in self._link.receive():
+            if frame.WhichOneof("kind") == "request":
+                self._link.send(Frame(response=link_pb2.Response(id=frame.request.id, body=b"")))
+            elif frame.WhichOneof("kind") == "response":
+                assert frame.response.id == id
+                self._link.send(acknowledge(id))
+                return frame.response
+            else:
+                assert frame.WhichOneof("kind") != "goodbye", frame
+        raise AssertionError("the stream ended without a response")
+
+    def keep_plan(self) -> bytes:
+        """Has the plan kept. The message of the results."""
+        response = self(planned_call())
+        full = in_full(response)
+        assert full.plan_is_kept
+        assert full.result_number == 1
+        message = full.autograd.message
+        return struct.pack("<QQ", message.peer, message.number)
+
+
+def in_full(response: link_pb2.Response) -> autograd_pb2.ForwardWithAutogradResponse:
+    return autograd_pb2.ForwardWithAutogradResponse.FromString(response.body)
+
+
+def refused(response: link_pb2.Response) -> bool:
+    assert response.error.message
+    return response.error.code in (Code.CODE_MALFORMED, Code.CODE_NOT_FOUND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: str) -> None:
+    with (
+        gw.connect(worker.address) as bystander,
+        RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link,
+    ):
+        send = Numbered(raw_link)
+        for body, attachments in SHORT_CALLS.values():
+            assert refused(send(body, attachments))  # before there is a plan
+        send.keep_plan()
+        for name, (body, attachments) in SHORT_CALLS.items():
+            assert refused(send(body, attachments)), name
+        # The link and the plan are as they were.
+        assert send(short_call(known=2**16 - 1)).body.startswith(b"\0\x80\1\0")
+        assert bystander.double(21) == 42
+    wait_until_nothing_is_kept(worker)
+    eventually(lambda: not list(worker._peer.engine.container.contexts()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: str) -> None:
+    propagate = link_pb2.METHOD_PROPAGATE_GRADIENTS
+    with RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link:
+        send = Numbered(raw_link)
+        message = send.keep_plan()
+        for name, (body, attachments) in SHORT_GRADIENTS.items():
+            assert refused(send(body(message), attachments, propagate)), name
+        response = send(short_gradients(message), method=propagate)
+        assert response.body.startswith(b"\0")
+        assert response.body.endswith(bytes(16))
+    wait_until_nothing_is_kept(worker)
+
+
+def test_messages_in_short_that_are_changed_at_random_do_no_harm(worker: gws.Worker) -> None:
+    chance = random.Random(7)
+    codes = set()
+    with RawLink(worker.address, kind="unix", peer=PEER).welcome() as raw_link:
+        send = Numbered(raw_link)
+        message = send.keep_plan()
+        for _ in range(1000):
+            counts, flags = [0, 0, 0], chance.choice([0, 1, 1, 2, 3])
+            counts[chance.randrange(3)] += chance.randrange(3)
+            ids = b"".join(chance.choice([message, MESSAGE]) for _ in range(sum(counts) + flags // 2))
+            autograd = said((counts[0], counts[1], counts[2]), flags, ids)
+            if chance.random() < 0.5:
+                method, body = link_pb2.METHOD_FORWARD_WITH_AUTOGRAD, short_call(known=1, autograd=autograd)
+            else:
+                method = link_pb2.METHOD_PROPAGATE_GRADIENTS
+                body = short_gradients(message, chance.randrange(3), chance.randrange(2), autograd)
+            at = chance.randrange(len(body))
+            if chance.random() < 0.7:
+                removed = chance.choice([0, 1, 16])
+                body = body[:at] + chance.randbytes(chance.choice([0, 1, 16])) + body[at + removed :]
+            response = send(body, method=method)
+            codes.add(response.error.code)
+            if response.error.code == Code.CODE_NOT_FOUND:
+                message = send.keep_plan()
+    assert codes == {Code.CODE_UNSPECIFIED, Code.CODE_MALFORMED, Code.CODE_NOT_FOUND}
+    wait_until_nothing_is_kept(worker)
+    eventually(lambda: not list(worker._peer.engine.container.contexts()))
+
+
+def test_a_plan_keeps_its_meaning_and_one_link(worker: gws.Worker) -> None:
+    with (
+        RawLink(worker.address, peer=PEER).welcome() as one,
+        RawLink(worker.address, peer=PEER).welcome() as other,
+    ):
+        send = Numbered(one)
+        send.keep_plan()
+        again = in_full(send(planned_call(count=1, function="echo")))
+        assert again.result_number == 2
+        doubled = send(short_call(content=struct.pack("<4f", 1, 2, 3, 4), known=1)).body
+        assert struct.unpack("<4f", doubled[-16:]) == (2, 4, 6, 8)
+        assert refused(send(short_call(content=bytes(4))))
+        assert refused(Numbered(other)(short_call()))
+
+
+def test_a_draining_worker_refuses_calls_in_short(worker: gws.Worker) -> None:
+    with RawLink(worker.address, peer=PEER).welcome() as raw_link:
+        send = Numbered(raw_link)
+        send.keep_plan()
+        worker._servicer.draining = True
+        for body in (short_call(), short_call(8), b"\0"):
+            assert send(body).error.code == Code.CODE_UNAVAILABLE
+
+
+def test_a_client_that_has_millions_of_plans_kept_takes_little_memory(worker: gws.Worker) -> None:
+    kept = 0
+    with RawLink(worker.address, kind="unix").welcome() as raw_link:
+        send = Numbered(raw_link)
+        for number in range(1, 20_000):
+            message = autograd_pb2.ForwardWithAutogradRequest(function="count", plan=number)
+            response = send(message.SerializeToString())
+            if not in_full(response).plan_is_kept:
+                break
+            kept += 1
+        (session,) = worker._acceptor.sessions
+        assert 1000 < kept == len(session.plans._received) < 10_000
+
+
+def short_response(number: int = 1, autograd: bytes = said(flags=0), content: bytes = bytes(16)) -> bytes:
+    return struct.pack("<BBH", 0, 0x80, number) + autograd + content
+
+
+def full_response(**fields: Any) -> bytes:
+    message = autograd_pb2.ForwardWithAutogradResponse(plan_is_kept=True, **fields)
+    message.result.tensor = 0
+    message.tensors.tensors.append(Tensor(dtype=F32, shape=[4]))
+    message.tensors.storages.append(Storage(size=16, inline=bytes(16)))
+    return message.SerializeToString()
+
+
+SHORT_RESPONSES: dict[str, tuple[bytes, list[bytes]]] = {
+    "a zero byte": (b"\0", []),
+    "zero bytes": (bytes(100), []),
+    "no metadata": (short_response(autograd=b"", content=b""), []),
+    "12 billion ids": (short_response(autograd=said((MOST, MOST, MOST), flags=255)), []),
+    "no result": (short_response(0), []),
+    "an unknown result": (short_response(2), []),
+    "the largest number of a result": (short_response(2**16 - 1), []),
+    "a result that is a byte short": (short_response(content=bytes(15)), []),
+    "a result that is a byte long": (short_response(content=bytes(17)), []),
+    "an attachment too many": (short_response(), [bytes(16)]),
+    "an attachment instead": (short_response(content=b""), [bytes(16)]),
+    "the 17th result": (full_response(result_number=17), []),
+    "the 4 billionth result": (full_response(result_number=MOST), []),
+}
+
+
+Answer = Callable[[link_pb2.Request], tuple[bytes, Sequence[bytes]]]
+
+
+class Called:
+    """Has the worker call back over a raw link, and responds by hand."""
+
+    def __init__(self, link: RawLink) -> None:
+        self._link = link
+        self._ids = itertools.count(1)
+        self.last_request = b""
+
+    def __call__(self, answer: Answer, function: str = "ask") -> link_pb2.Response:
+        """The response to a call of a function, whose own requests get these answers."""
+        id = next(self._ids)
+        self._link.send(request(id, planned_call(PLAN, function)))
+        for frame in self._link.receive():
+            if frame.WhichOneof("kind") == "request":
+                self.last_request = frame.request.body
+                number = frame.request.id
+                body, attachments = answer(frame.request)
+                response = link_pb2.Response(id=number, body=body, attachments=map(len, attachments))
+                self._link.send(Frame(response=response))
+                for content in attachments:
+                    self._link.send(chunk(number, content, of_response=True))
+            elif frame.WhichOneof("kind") == "response":
+                assert frame.response.id == id
+                return frame.response
+        raise AssertionError("the stream ended without a response")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_responses_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: str) -> None:
+    with (
+        gw.connect(worker.address) as bystander,
+        RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link,
+    ):
+        ask = Called(raw_link)
+        # To a request in full, the first without a plan, the second with one.
+        assert refused(ask(lambda _: (short_response(), [])))
+        assert autograd_pb2.ForwardWithAutogradRequest.FromString(ask.last_request).plan == 0
+        assert refused(ask(lambda _: (short_response(), [])))
+        assert autograd_pb2.ForwardWithAutogradRequest.FromString(ask.last_request).plan == 1
+        assert not ask(lambda _: (full_response(result_number=1), [])).error.message
+        for name, (body, attachments) in SHORT_RESPONSES.items():
+            assert refused(ask(partial(lambda answer, _: answer, (body, attachments)))), name
+            assert ask.last_request.startswith(b"\0\1\0\0\0\1\0"), name
+        result = in_full(ask(lambda _: (short_response(content=b"\1" * 16), [])))
+        assert result.tensors.storages[0].inline == b"\1" * 16
+        assert bystander.double(21) == 42
+    wait_until_nothing_is_kept(worker)
+    eventually(lambda: not list(worker._peer.engine.container.contexts()))
+
+
+def contributions(*heads: bytes, count: int | None = None, content: bytes = bytes(16)) -> bytes:
+    number = len(heads) if count is None else count
+    return short_response(number, content=b"".join(heads) + content)
+
+
+CONTRIBUTIONS: dict[str, tuple[Callable[[bytes], bytes], list[bytes]]] = {
+    "a zero byte": (lambda _: b"\0", []),
+    "no head": (lambda _: contributions(count=1, content=b""), []),
+    "65,535 messages": (lambda message: contributions(head_of(message), count=2**16 - 1), []),
+    "a message that nobody sent": (lambda _: contributions(head_of(bytes(16))), []),
+    "a message twice": (lambda message: contributions(head_of(message), head_of(message)), []),
+    "a slot beyond": (lambda message: contributions(head_of(message, 2)), []),
+    "a repeated element that is too long": (lambda message: contributions(head_of(message, 1, 1)), []),
+    "a gradient that is a byte short": (
+        lambda message: contributions(head_of(message), content=bytes(15)),
+        [],
+    ),
+    "an attachment too many": (lambda message: contributions(head_of(message)), [bytes(16)]),
+}
+
+
+def head_of(message: bytes, slots: int = 1, repeated: int = 0) -> bytes:
+    return message + bytes([slots, repeated])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contributions_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: str) -> None:
+    arguments: list[bytes] = []
+
+    def answer(forge: Callable[[bytes], bytes], attachments: list[bytes], request: link_pb2.Request) -> Any:
+        """The result of a call depends on its argument, whose gradients are forged."""
+        if request.method == link_pb2.METHOD_PROPAGATE_GRADIENTS:
+            assert request.body.startswith(b"\0")
+            return forge(arguments.pop()), attachments
+        assert request.method == link_pb2.METHOD_FORWARD_WITH_AUTOGRAD
+        message = autograd_pb2.ForwardWithAutogradResponse.FromString(full_response())
+        message.tensors.tensors[0].requires_grad = True
+        message.autograd.message.peer, message.autograd.message.number = PEER, 9
+        if request.body.startswith(b"\0"):
+            arguments.append(request.body[7 + 16 : 7 + 32])
+        else:
+            came = autograd_pb2.ForwardWithAutogradRequest.FromString(request.body).autograd
+            arguments.append(struct.pack("<QQ", came.message.peer, came.message.number))
+        message.autograd.context.CopyFrom(autograd_pb2.ContextId(peer=PEER, number=3))
+        message.autograd.depends_on.add(
+            peer=struct.unpack("<QQ", arguments[-1])[0], number=struct.unpack("<QQ", arguments[-1])[1]
+        )
+        return message.SerializeToString(), []
+
+    def right(message: bytes) -> bytes:
+        return contributions(head_of(message), content=b"\1" * 16)
+
+    with RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link:
+        descend = Called(raw_link)
+        for name, (forge, attachments) in CONTRIBUTIONS.items():
+            assert refused(descend(partial(answer, forge, attachments), "descend")), name
+            arguments.clear()
+        result = in_full(descend(partial(answer, right, []), "descend"))
+        assert result.tensors.storages[0].inline == b"\1" * 16
+    wait_until_nothing_is_kept(worker)

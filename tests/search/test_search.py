@@ -70,6 +70,9 @@ def test_programs_over_processes(first: int, processes: Workers) -> None:
 @pytest.mark.parametrize("first", SEEDS[80::PER_TEST])
 def test_programs_over_workers_in_this_process(first: int, local_workers: Workers) -> None:
     check(range(first, first + PER_TEST), local_workers)
+    for worker in local_workers.values():  # many of the calls went by a plan
+        plans = [plan for plan in worker._link.plans._sent.values() if plan.is_kept]
+        assert sum(plan.known_results != 0 for plan in plans) > 5
 
 
 def test_the_programs_have_everything_in_them() -> None:

@@ -190,6 +190,8 @@ def start_call(
             request.args.append(encoder.value(arg, f"args[{index}]"))
         for name, arg in kwargs.items():
             request.kwargs[name].CopyFrom(encoder.value(arg, name))
+        if len(kwargs) > 1:
+            request.kwarg_names.extend(kwargs)
         request.devices.extend(devices.target_devices(encoder.tensors, link.peer))
     engine = peer_of(scope).engine
     future = CallFuture(
@@ -226,8 +228,7 @@ def _find_plan(
     kwargs: Mapping[str, object],
 ) -> tuple[wire.SentPlan, wire.Flat] | None:
     """The plan of a call and its arguments, taken apart; None if it has none."""
-    names: Sequence[str] = sorted(kwargs) if kwargs else ()
-    values = [*args, *(kwargs[name] for name in names)] if names else args
+    values = [*args, *kwargs.values()] if kwargs else args
     flat = wire.flatten(values)
     if flat is None:
         return None
@@ -236,7 +237,7 @@ def _find_plan(
         None if target is None else target.SerializeToString(),
         None if modes is None else modes.SerializeToString(),
         len(args),
-        *names,
+        *kwargs,
         *flat.key,
     )
     plan = link.plans.find(key, len(values), flat)

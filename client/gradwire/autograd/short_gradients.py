@@ -24,6 +24,9 @@ __all__ = ["AWAITS_END", "GradientsReader", "GradientsWriter", "ShortRequest", "
 
 _REQUEST = Struct("<BB16s16s")
 """The mark of a short form, flags, the pass, and the message that the gradients are for."""
+_MOST_MESSAGES = 1024
+_MOST_ATTACHMENTS = 1024
+"""Beyond these numbers, gradients are better in full."""
 _RETAIN_GRAPH, _SKIP_LEAVES = 1, 2
 AWAITS_END = 1
 """A flag of a response."""
@@ -64,7 +67,7 @@ class GradientsWriter:
         self.messages.append(id)
         width = _bytes_for(expected)
         self._bits.append(present.to_bytes(width, "little") + repeated.to_bytes(width, "little"))
-        return True
+        return len(self.messages) <= _MOST_MESSAGES and len(self._large) <= _MOST_ATTACHMENTS
 
     def of_one(self) -> tuple[bytes, list[wire.Attachment]]:
         """The gradients of the only message, which is named elsewhere, and the attachments."""

@@ -13,7 +13,7 @@ from .limits import MAX_DEPTH, Limits
 from .messages import parse, refs_in
 from .plan_memory import EMPTY, LARGEST_SMALL, TensorMemory, read_memory, write_memory
 from .plan_tables import MARK, Plans, ReceivedPlan, SentPlan, is_short
-from .plans import Flat, PlannedValues, flatten
+from .plans import Flat, Layout, PlannedValues, flatten
 from .storage_decoding import Buffer
 from .storage_encoding import Attachment
 from .tensor_encoding import size_if_simple
@@ -35,6 +35,7 @@ __all__ = [
     "Decoder",
     "Encoder",
     "Flat",
+    "Layout",
     "Limits",
     "PlannedValues",
     "Plans",

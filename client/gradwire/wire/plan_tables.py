@@ -21,8 +21,8 @@ MARK = 0
 """The first byte of a body in short: no protobuf message begins with a zero byte."""
 
 _MARK = bytes([MARK])
-_MOST_CHARACTERS = 4_000_000
-"""Of the descriptions of all structures of a link, together. In memory they take several times as much."""
+_MOST_BYTES = 8 * 1024 * 1024
+"""Of all structures of a link together, as `_memory_of` estimates them."""
 _MOST_SEEN = 1000
 _MOST_RESULTS = 16
 """How many structures of results a plan numbers: as many as there are bits in what a request says of them."""
@@ -31,6 +31,12 @@ _MOST_RESULTS = 16
 def is_short(body: bytes) -> bool:
     """Whether a body has the short form, and is no protobuf message."""
     return body[:1] == _MARK
+
+
+def _memory_of(structure: object) -> int:
+    """The memory that it takes to keep a structure, as measured for the most costly ones: many that are
+    empty, and lists within lists. Others take less."""
+    return 1200 + 9 * len(repr(structure))
 
 
 class SentPlan:
@@ -58,8 +64,9 @@ class SentPlan:
             if flat is None or number > _MOST_RESULTS:
                 raise MalformedMessage(f"a result cannot be number {number} of its plan")
             with plans.lock:
-                self._results[number] = Layout(1, flat)
-                self.known_results |= 1 << (number - 1)
+                if number not in self._results and plans.has_room(flat.key):
+                    self._results[number] = Layout(1, flat)
+                    self.known_results |= 1 << (number - 1)
 
     def result(self, number: int) -> Layout:
         """The structure of a result that came in short."""
@@ -72,31 +79,26 @@ class SentPlan:
 class ReceivedPlan:
     """A plan of calls that another peer sends."""
 
-    __slots__ = ("_results", "_table", "layout", "names", "request")
+    __slots__ = ("_results", "layout", "names", "request")
 
     def __init__(
-        self,
-        table: Plans,
-        request: autograd_pb2.ForwardWithAutogradRequest,
-        layout: Layout,
-        names: Sequence[str],
+        self, request: autograd_pb2.ForwardWithAutogradRequest, layout: Layout, names: Sequence[str]
     ) -> None:
         self.request = request
         """What all calls have in common."""
         self.layout = layout
         self.names = names
         """Of the keyword arguments, which come after the others."""
-        self._table = table
         self._results: dict[tuple[Hashable, ...], tuple[int, Layout]] = {}
 
-    def result(self, flat: Flat) -> tuple[int, Layout] | None:
+    def result(self, plans: Plans, flat: Flat) -> tuple[int, Layout] | None:
         """The number and structure of a result; None if it has no number."""
         key = tuple(flat.key)
         found = self._results.get(key)
         if found is None:
-            with self._table.lock:
+            with plans.lock:
                 found = self._results.get(key)
-                if found is None and len(self._results) < _MOST_RESULTS and self._table.has_room(flat):
+                if found is None and len(self._results) < _MOST_RESULTS and plans.has_room(key):
                     found = self._results[key] = len(self._results) + 1, Layout(1, flat)
         return found
 
@@ -110,17 +112,18 @@ class Plans:
         self.are_understood = False
         """Whether the other peer has shown that it knows plans, and so the short form."""
         self._sent: dict[tuple[Hashable, ...], SentPlan] = {}
-        self._seen: set[tuple[Hashable, ...]] = set()
+        self._seen: set[int] = set()
+        """The hashes of keys, which may be large. Two of one hash only mean a plan one call early."""
         self._received: dict[int, ReceivedPlan] = {}
-        self._characters = 0
+        self._bytes = 0
 
-    def has_room(self, flat: Flat, beside: int = 0) -> bool:
-        """Whether one more structure can be kept; counts it if so. `beside`: bytes that are kept with it. The
-        lock is held."""
-        characters = len(repr(flat.key)) + beside
-        if self._characters + characters > _MOST_CHARACTERS:
+    def has_room(self, structure: object) -> bool:
+        """Whether one more structure, and what is kept with it, has room; counts it if so. The lock is
+        held."""
+        size = _memory_of(structure)
+        if self._bytes + size > _MOST_BYTES:
             return False
-        self._characters += characters
+        self._bytes += size
         return True
 
     def find(self, key: tuple[Hashable, ...], values: int, flat: Flat) -> SentPlan | None:
@@ -129,13 +132,13 @@ class Plans:
         if plan is None:
             with self.lock:
                 plan = self._sent.get(key)
-                if plan is None and key in self._seen and self.has_room(flat):
+                if plan is None and hash(key) in self._seen and self.has_room(key):
                     plan = self._sent[key] = SentPlan(len(self._sent) + 1, Layout(values, flat))
-                    self._seen.discard(key)
+                    self._seen.discard(hash(key))
                 elif plan is None:
                     if len(self._seen) == _MOST_SEEN:
                         self._seen.clear()
-                    self._seen.add(key)
+                    self._seen.add(hash(key))
         return plan
 
     def keep(
@@ -156,8 +159,8 @@ class Plans:
             layout = Layout(len(request.args) + len(names), flat)
             with self.lock:
                 plan = self._received.get(request.plan)
-                if plan is None and self.has_room(flat, common.ByteSize()):
-                    plan = self._received[request.plan] = ReceivedPlan(self, common, layout, names)
+                if plan is None and self.has_room((flat.key, names, common.SerializeToString())):
+                    plan = self._received[request.plan] = ReceivedPlan(common, layout, names)
         return plan
 
     def received(self, number: int) -> ReceivedPlan:

@@ -30,7 +30,7 @@ from .tensor_encoding import size_if_simple
 
 __all__ = ["Flat", "Layout", "PlannedValues", "flatten"]
 
-_MOST_LEAVES = 1024
+_MOST_TOKENS = 4096
 _MOST_DEPTH = 16
 _MOST_CHARACTERS = 256
 
@@ -38,6 +38,7 @@ _CODES: dict[type, str] = {bool: "?", int: "q", float: "d"}
 """Scalars are sent with each message, since they differ from one to the next."""
 _CONSTANTS = (type(None), EllipsisType, str, torch.dtype)
 """Values of these types are part of the structure."""
+_CONTAINERS = (list, tuple, dict)
 
 
 class _Unplannable(Exception):
@@ -60,6 +61,8 @@ class Flat(NamedTuple):
 
 def flatten(values: Sequence[object]) -> Flat | None:
     """Takes values apart; None if something in them can only be said in full."""
+    if len(values) > _MOST_TOKENS:
+        return None
     flat = Flat([], [], [])
     try:
         _flatten(values, flat, 1)
@@ -67,7 +70,7 @@ def flatten(values: Sequence[object]) -> Flat | None:
         return None
     if len(flat.tensors) > 1 and _share_memory(flat.tensors):
         return None  # which the same tensor twice does, too
-    return flat if len(flat.key) <= 4 * _MOST_LEAVES else None
+    return flat if len(flat.key) <= _MOST_TOKENS else None
 
 
 def _flatten(values: Any, flat: Flat, depth: int) -> None:
@@ -90,12 +93,13 @@ def _flatten(values: Any, flat: Flat, depth: int) -> None:
                 raise _Unplannable
             key += (None, value)
         else:
-            if depth == _MOST_DEPTH:
+            # Large ones are given up before their items are looked at, which would take long.
+            if depth == _MOST_DEPTH or kind not in _CONTAINERS or len(key) + len(value) > _MOST_TOKENS:
                 raise _Unplannable
-            if kind is list or kind is tuple:
+            if kind is not dict:
                 key += (kind, len(value))
                 _flatten(value, flat, depth + 1)
-            elif kind is dict and all(type(name) is str and len(name) <= _MOST_CHARACTERS for name in value):
+            elif all(type(name) is str and len(name) <= _MOST_CHARACTERS for name in value):
                 key += (kind, tuple(value))
                 _flatten(value.values(), flat, depth + 1)
             else:

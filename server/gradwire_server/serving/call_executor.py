@@ -182,8 +182,10 @@ class CallExecutor:
             values = call.short.values(attachments)
             receive_call(self._peer.engine, call.metadata, values, link, what)
             args, names = values.values(), call.short.plan.names
-            kwargs = {name: args.pop() for name in reversed(names)}
-            return args, kwargs
+            if not names:
+                return args, {}
+            first = len(args) - len(names)
+            return args[:first], dict(zip(names, args[first:], strict=True))
         decoder = wire.Decoder(
             request.tensors,
             attachments,
@@ -199,9 +201,8 @@ class CallExecutor:
         args = [decoder.value(value, f"args[{index}]") for index, value in enumerate(request.args)]
         kwargs = {}
         if request.kwargs:  # checked first, because iterating over a protobuf map is slow even if it is empty
-            kwargs = {name: decoder.value(value, name) for name, value in request.kwargs.items()}
-        if request.plan and link is not None:
-            call.keep_plan(link, args, kwargs)
+            kwargs = {name: decoder.value(request.kwargs[name], name) for name in _names_in_order(request)}
+        call.keep_plan(args, kwargs)
         return args, kwargs
 
     # -- refs
@@ -295,6 +296,14 @@ def _refs_in(request: autograd_pb2.ForwardWithAutogradRequest) -> Iterator[value
     if request.HasField("target"):
         yield request.target
     yield from wire.refs_in([*request.args, *request.kwargs.values()])
+
+
+def _names_in_order(request: autograd_pb2.ForwardWithAutogradRequest) -> list[str]:
+    """The names of the keyword arguments, in the order in which they were given."""
+    given = dict.fromkeys(request.kwarg_names)
+    if not given.keys() <= request.kwargs.keys():
+        raise MalformedMessage("the name of a keyword argument that there is not")
+    return [*given, *sorted(name for name in request.kwargs if name not in given)]
 
 
 def _owner_of_new_objects(request: autograd_pb2.ForwardWithAutogradRequest, server_call: ServerCall) -> int:

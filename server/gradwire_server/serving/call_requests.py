@@ -28,9 +28,10 @@ __all__ = ["CallRequest", "CallResult"]
 class CallRequest:
     """A request of a call, as it came."""
 
-    __slots__ = ("known_results", "message", "metadata", "plan", "released", "short")
+    __slots__ = ("_plans", "known_results", "message", "metadata", "plan", "released", "short")
 
     def __init__(self, body: bytes, link: Link | None) -> None:
+        self._plans = None if link is None else link.plans
         self.short: ShortCall | None = None
         """Set if the request came in short."""
         self.plan: wire.ReceivedPlan | None = None
@@ -41,8 +42,8 @@ class CallRequest:
         self.metadata: AutogradMetadata | None = None
         """None where gradients are not recorded."""
         self.released: Sequence[AutogradMessageId]
-        if link is not None and wire.is_short(body):
-            short = self.short = ShortCall(body, link.plans)
+        if self._plans is not None and wire.is_short(body):
+            short = self.short = ShortCall(body, self._plans)
             self.plan, self.known_results = short.plan, short.known_results
             self.message, self.metadata, self.released = short.plan.request, short.metadata, short.released
             return
@@ -51,13 +52,20 @@ class CallRequest:
         if self.message.HasField("autograd"):
             self.metadata = AutogradMetadata.parse(self.message.autograd)
 
-    def keep_plan(self, link: Link, args: Sequence[object], kwargs: dict[str, object]) -> None:
-        """Keeps the plan of a request in full. `args` and `kwargs`: its arguments, which nothing has changed
-        yet."""
-        names = sorted(kwargs)
-        flat = wire.flatten([*args, *(kwargs[name] for name in names)])
+    def keep_plan(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        """Keeps the plan of a request in full, if it has one. `args` and `kwargs`: its arguments, which
+        nothing has changed yet."""
+        if not self.message.plan or self._plans is None:
+            return
+        flat = wire.flatten([*args, *kwargs.values()])
         if flat is not None:
-            self.plan = link.plans.keep(self.message, names, flat)
+            self.plan = self._plans.keep(self.message, list(kwargs), flat)
+
+    def result_of(self, flat: wire.Flat) -> tuple[int, wire.Layout] | None:
+        """The number and structure that a result has in the plan; None if it has none."""
+        if self.plan is None or self._plans is None:
+            return None
+        return self.plan.result(self._plans, flat)
 
 
 class CallResult:
@@ -74,7 +82,7 @@ class CallResult:
         self._number = 0
         if request.plan is not None:
             flat = wire.flatten([result])
-            found = None if flat is None else request.plan.result(flat)
+            found = None if flat is None else request.result_of(flat)
             if flat is not None and found is not None:
                 self._number, layout = found
                 if request.known_results >> (self._number - 1) & 1:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 import torch
+from hypothesis import strategies as st
 
 from gradwire.proto.v1 import tensor_pb2, value_pb2
 from gradwire.wire import Decoder, Encoder, Limits, TypeRegistry
@@ -47,3 +50,28 @@ def assert_same_bits(arrived: torch.Tensor, sent: torch.Tensor) -> None:
     assert arrived.shape == sent.shape
     assert arrived.layout == sent.layout
     assert bits(arrived) == bits(sent)
+
+
+Changes = Sequence[tuple[int, str, bytes]]
+changes_of_bytes: st.SearchStrategy[Changes] = st.lists(
+    st.tuples(
+        st.integers(0, 400), st.sampled_from(["set", "insert", "delete", "cut"]), st.binary(max_size=9)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def changed(body: bytes, changes: Changes) -> bytes:
+    """A body in which some bytes are others, or are missing, or too many."""
+    for at, how, content in changes:
+        at %= len(body) + 1
+        if how == "set":
+            body = body[:at] + content + body[at + len(content) :]
+        elif how == "insert":
+            body = body[:at] + content + body[at:]
+        elif how == "delete":
+            body = body[:at] + body[at + len(content) :]
+        else:
+            body = body[:at]
+    return body

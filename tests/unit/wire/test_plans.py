@@ -3,8 +3,13 @@ refused."""
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Callable, Sequence
+import time
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -12,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.wire.support import assert_same_bits
+from tests.unit.wire.support import Changes, assert_same_bits, changed, changes_of_bytes
 
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
@@ -181,6 +186,18 @@ def test_what_goes_in_full(value: Callable[[], object]) -> None:
     assert flatten([value()]) is None
 
 
+def tree(depth: int) -> list[Any]:
+    return [tree(depth - 1)] * 10 if depth else []
+
+
+@pytest.mark.parametrize("value", [[0] * 10**7, dict.fromkeys(map(str, range(10**6))), tree(14)])
+def test_what_is_far_too_large_for_a_plan_is_given_up_at_once(value: object) -> None:
+    started = time.thread_time()
+    assert flatten([value]) is None
+    assert flatten([1] * 5000) is None
+    assert time.thread_time() - started < 0.1
+
+
 def test_views_that_share_no_byte_go_by_a_plan() -> None:
     sent = [BASE[:5], BASE[5:]]
     assert_same(round_trip(sent), sent)
@@ -200,7 +217,37 @@ def test_attachments_of_other_sizes_are_refused(sizes: list[int]) -> None:
         layout.read(b"", 0, [numpy.zeros(size, numpy.uint8) for size in sizes])
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(values, max_size=5), changes_of_bytes, st.lists(st.integers(0, 9), max_size=2))
+def test_a_body_that_was_changed_is_read_or_refused(
+    sent: list[object], changes: Changes, attached: list[int]
+) -> None:
+    flat = taken_apart(sent)
+    layout = Layout(len(sent), flat)
+    body, _ = layout.write(flat)
+    try:
+        arrived = layout.read(
+            changed(body, changes), 0, [numpy.zeros(size, numpy.uint8) for size in attached]
+        )
+    except MalformedMessage:
+        return
+    assert taken_apart(arrived.values()).key == [*flat.key]
+
+
 # -- the tables of a link
+
+Received = tuple[autograd_pb2.ForwardWithAutogradRequest, Sequence[str], Flat]
+"""What a plan is kept of: a request, the names of its keyword arguments, and all of its arguments."""
+
+
+@contextmanager
+def traced() -> Iterator[Callable[[], int]]:
+    """Gives a function that says how much memory of Python's is in use."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 def call(number: int, function: str = "f") -> autograd_pb2.ForwardWithAutogradRequest:
@@ -218,7 +265,7 @@ def test_a_plan_is_made_at_the_second_call_and_used_when_it_is_kept() -> None:
     assert not plan.is_kept
     received = there.keep(call(plan.number), [], flat)
     assert received is there.received(plan.number)
-    found = received.result(taken_apart([2.5]))
+    found = received.result(there, taken_apart([2.5]))
     assert found is not None
     response = autograd_pb2.ForwardWithAutogradResponse(plan_is_kept=True, result_number=found[0])
     plan.learn(here, response, 2.5)
@@ -252,25 +299,105 @@ def test_numbers_that_nobody_gave_are_refused() -> None:
             plan.learn(plans, autograd_pb2.ForwardWithAutogradResponse(result_number=number), result)
 
 
-def test_a_plan_numbers_so_many_structures_of_results() -> None:
-    received = Plans().keep(call(1), [], taken_apart([1]))
+def test_the_plans_of_a_link_that_is_gone_are_gone_at_once() -> None:
+    plans = Plans()
+    received = plans.keep(call(1), [], taken_apart([1]))
     assert received is not None
-    found = [received.result(taken_apart([torch.ones(size)])) for size in range(1, 30)]
+    assert received.result(plans, taken_apart([2.5])) is not None
+    for _ in range(2):
+        plans.find(("f",), 1, taken_apart([1]))
+    gone = weakref.ref(plans)
+    gc.disable()
+    try:
+        del plans, received
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_plan_numbers_so_many_structures_of_results() -> None:
+    plans = Plans()
+    received = plans.keep(call(1), [], taken_apart([1]))
+    assert received is not None
+    found = [received.result(plans, taken_apart([torch.ones(size)])) for size in range(1, 30)]
     assert [one[0] for one in found if one is not None] == list(range(1, 17))
 
 
-def test_a_link_keeps_plans_up_to_a_limit() -> None:
+def scalars_by_name(number: int) -> Received:
+    names = [f"{number}-{index}-{'x' * 2000}" for index in range(100)]
+    return call(number), names, taken_apart([1] * 101)
+
+
+def nothing(number: int) -> Received:
+    return autograd_pb2.ForwardWithAutogradRequest(plan=number), [], taken_apart([])
+
+
+def long_name(number: int) -> Received:
+    function = "\N{GRINNING FACE}" * 10_000
+    return autograd_pb2.ForwardWithAutogradRequest(function=function, plan=number), [], taken_apart([])
+
+
+def lists(number: int) -> Received:
+    return call(number), [], taken_apart([[] for _ in range(2000)])
+
+
+def strings(number: int) -> Received:
+    texts = [f"{number} {index} " + "\N{GRINNING FACE}" * 240 for index in range(1000)]
+    return call(number), [], taken_apart(texts)
+
+
+@pytest.mark.parametrize("make", [scalars_by_name, nothing, long_name, lists, strings])
+def test_the_plans_of_a_link_take_so_much_memory(make: Callable[[int], Received]) -> None:
     plans = Plans()
-    kept = 0
-    for number in range(1, 10_000):
-        names = [f"{number}-{index}-{'x' * 200}" for index in range(100)]
-        if plans.keep(call(number), [], taken_apart([names])) is None:
+    with traced() as size:
+        before = size()
+        for number in range(1, 20_000):
+            if plans.keep(*make(number)) is None:
+                break
+        else:
+            pytest.fail("there is no limit")
+        assert size() - before < 16 * 1024 * 1024
+
+
+def test_calls_go_in_full_when_there_is_no_room_for_their_plan() -> None:
+    plans = Plans()
+    flat = taken_apart([["x" * 250] * 1000])
+    for number in range(100):
+        plans.find((number, *flat.key), 1, flat)
+    found = [plans.find((number, *flat.key), 1, flat) for number in range(100)]
+    assert found[0] is not None
+    assert found[-10:] == [None] * 10
+
+
+def test_a_link_has_room_for_some_thousand_plans() -> None:
+    plans = Plans()
+    tensors = [torch.ones(3, 4), torch.ones(7, requires_grad=True)]
+    for number in range(1, 1500):
+        plan = plans.keep(call(number), [], taken_apart([*tensors, number, str(number)]))
+        assert plan is not None
+        assert plan.result(plans, taken_apart([tensors[1]])) is not None
+
+
+def test_results_that_another_peer_numbers_take_so_much_memory() -> None:
+    plans = Plans()
+    names = ["x" * 250] * 1000
+    for key in range(10):
+        for _ in range(2):
+            plan = plans.find((key,), 1, taken_apart([1]))
+        if plan is None:
             break
-        kept += 1
-    assert 100 < kept < 300
-    flat = taken_apart([["x" * 200] * 100])
-    assert plans.find(("f",), 1, flat) is None
-    assert plans.find(("f",), 1, flat) is None  # calls go in full from then on
+        for number in range(1, 17):
+            plan.learn(plans, autograd_pb2.ForwardWithAutogradResponse(result_number=number), names)
+    assert sum(len(plan._results) for plan in plans._sent.values()) < 40
+
+
+def test_what_was_seen_once_keeps_nothing_alive() -> None:
+    plans = Plans()
+    with traced() as size:
+        before = size()
+        for number in range(900):
+            assert plans.find((f"{number} {'x' * 10_000}",), 1, taken_apart([1])) is None
+        assert size() - before < 1024 * 1024
 
 
 def test_calls_that_are_all_different_are_not_all_remembered() -> None:

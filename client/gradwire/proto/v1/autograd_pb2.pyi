@@ -83,7 +83,7 @@ class Compression(_message.Message):
     def __init__(self, forward: _Optional[_Union[_tensor_pb2.Codec, str]] = ..., backward: _Optional[_Union[_tensor_pb2.Codec, str]] = ..., error_feedback: bool = ..., site: _Optional[int] = ...) -> None: ...
 
 class ForwardWithAutogradRequest(_message.Message):
-    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices", "keep", "compression", "plan")
+    __slots__ = ("function", "args", "kwargs", "tensors", "autograd", "modes", "target", "released", "devices", "keep", "compression", "plan", "kwarg_names")
     class KwargsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class ForwardWithAutogradRequest(_message.Message):
     KEEP_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    KWARG_NAMES_FIELD_NUMBER: _ClassVar[int]
     function: str
     args: _containers.RepeatedCompositeFieldContainer[_value_pb2.Value]
     kwargs: _containers.MessageMap[str, _value_pb2.Value]
@@ -115,7 +116,8 @@ class ForwardWithAutogradRequest(_message.Message):
     keep: Keep
     compression: Compression
     plan: int
-    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., plan: _Optional[int] = ...) -> None: ...
+    kwarg_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, function: _Optional[str] = ..., args: _Optional[_Iterable[_Union[_value_pb2.Value, _Mapping]]] = ..., kwargs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., tensors: _Optional[_Union[_tensor_pb2.TensorTable, _Mapping]] = ..., autograd: _Optional[_Union[AutogradMetadata, _Mapping]] = ..., modes: _Optional[_Union[Modes, _Mapping]] = ..., target: _Optional[_Union[_value_pb2.RemoteRef, _Mapping]] = ..., released: _Optional[_Iterable[_Union[AutogradMessageId, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., plan: _Optional[int] = ..., kwarg_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ForwardWithAutogradResponse(_message.Message):
     __slots__ = ("result", "tensors", "autograd", "released", "plan_is_kept", "result_number")
