@@ -150,20 +150,44 @@ class _Requests:
 class _InUse:
     """A block in which a request is served in contexts."""
 
-    __slots__ = ("_container", "_ids", "_requester", "_requests")
+    __slots__ = ("_begun", "_container", "_ids", "_requester")
 
     def __init__(
-        self, container: DistAutogradContainer, ids: Sequence[ContextId], requester: int | None
+        self, container: DistAutogradContainer, ids: Sequence[ContextId | None], requester: int | None
     ) -> None:
         self._container = container
         self._ids = ids
         self._requester = requester
 
+    # Ids are looked up as seldom as can be: every call comes here, and their hash is computed in Python.
+
     def __enter__(self) -> None:
-        self._requests = self._container._begin_use(self._ids, self._requester)
+        begun: list[_Requests] = []
+        self._begun = begun
+        container, requester = self._container, self._requester
+        with container._lock:
+            for id in self._ids:
+                if id is None:
+                    continue
+                requests = container._requests.setdefault(id, _Requests(id))
+                begun.append(requests)
+                if not requests.count:
+                    requests.context = container._contexts.get(id)
+                requests.count += 1
+                if requester is not None:
+                    requests.requesters.add(requester)
+                    if requests.context is not None:
+                        requests.context.peers.add(requester)
 
     def __exit__(self, *_: object) -> None:
-        self._container._end_use(self._requests)
+        container = self._container
+        with container._lock:
+            for requests in self._begun:
+                requests.count -= 1
+                if not requests.count:
+                    del container._requests[requests.id]
+                if requests.context is not None:
+                    requests.context.last_used = time.monotonic()
 
 
 class DistAutogradContainer:
@@ -219,33 +243,7 @@ class DistAutogradContainer:
 
         `requester` is the peer that will say when they end; None if no peer will.
         """
-        return _InUse(self, [id for id in ids if id is not None], requester)
-
-    # Ids are looked up as seldom as can be: every call comes here, and their hash is computed in Python.
-
-    def _begin_use(self, ids: Sequence[ContextId], requester: int | None) -> list[_Requests]:
-        begun = []
-        with self._lock:
-            for id in ids:
-                requests = self._requests.setdefault(id, _Requests(id))
-                begun.append(requests)
-                if not requests.count:
-                    requests.context = self._contexts.get(id)
-                requests.count += 1
-                if requester is not None:
-                    requests.requesters.add(requester)
-                    if requests.context is not None:
-                        requests.context.peers.add(requester)
-        return begun
-
-    def _end_use(self, begun: Sequence[_Requests]) -> None:
-        with self._lock:
-            for requests in begun:
-                requests.count -= 1
-                if not requests.count:
-                    del self._requests[requests.id]
-                if requests.context is not None:
-                    requests.context.last_used = time.monotonic()
+        return _InUse(self, ids, requester)
 
     def contexts(self) -> list[DistAutogradContext]:
         with self._lock:

@@ -61,7 +61,8 @@ def receive_call(
     if metadata is not None:
         engine.passes.learn_oldest(metadata.context.peer, metadata.oldest_pass)
     if metadata is None or metadata.message is None or not torch.is_grad_enabled():
-        values.keep_requires_grad()
+        if values.slots:
+            values.keep_requires_grad()
         return
     receive(engine, metadata, metadata.message, values, link, what, compression, are_arguments=True)
 
@@ -151,7 +152,7 @@ def receive_response(
     try:
         if metadata is not None and metadata.message is not None:
             receive(engine, metadata, metadata.message, values, link, what, compression, are_arguments=False)
-        else:
+        elif values.slots:
             values.keep_requires_grad()
     finally:
         # Only now: what the results depend on is still referred to, the rest may go.

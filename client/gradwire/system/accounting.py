@@ -37,22 +37,19 @@ class Used(Protocol):
 
 
 class InUse:
-    """A block in which an entry of a store is in use, so that it is not freed for
-    being idle. None: no entry."""
+    """A block in which an entry of a store is in use, so that it is not freed for being idle."""
 
     __slots__ = ("_lock", "_used")
 
-    def __init__(self, lock: AbstractContextManager[object], used: Used | None) -> None:
+    def __init__(self, lock: AbstractContextManager[object], used: Used) -> None:
         self._lock = lock
         self._used = used
 
     def __enter__(self) -> None:
-        if self._used is not None:
-            with self._lock:
-                self._used.users += 1
+        with self._lock:
+            self._used.users += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._used is not None:
-            with self._lock:
-                self._used.users -= 1
-                self._used.last_used = time.monotonic()
+        with self._lock:
+            self._used.users -= 1
+            self._used.last_used = time.monotonic()

@@ -287,13 +287,9 @@ class ServerCall(ABC):
 
     def __init__(self) -> None:
         self._cancel_lock = threading.Lock()
-        self._cancelled = False
-        self._when_cancelled: dict[object, Callable[[], object]] = {}
-
-    @property
-    def cancelled(self) -> bool:
+        self.cancelled = False
         """Whether the requester no longer wants the response."""
-        return self._cancelled
+        self._when_cancelled: dict[object, Callable[[], object]] = {}
 
     def when_cancelled(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Calls back once when the requester cancels or is lost; at once if that has already happened.
@@ -303,7 +299,7 @@ class ServerCall(ABC):
         """
         token = object()
         with self._cancel_lock:
-            if not self._cancelled:
+            if not self.cancelled:
                 self._when_cancelled[token] = callback
                 return lambda: self._remove_callback(token)
         callback()
@@ -316,7 +312,7 @@ class ServerCall(ABC):
     def cancel(self) -> None:
         """The requester no longer wants the response."""
         with self._cancel_lock:
-            self._cancelled = True
+            self.cancelled = True
             callbacks, self._when_cancelled = self._when_cancelled, {}
         call_each(callbacks.values())
 

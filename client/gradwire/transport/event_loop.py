@@ -23,17 +23,12 @@ class _Threads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._local = threading.local()
 
     def start(self) -> None:
         """Starts a thread, unless one waits already. Threads start others when they are needed."""
         with self._lock:
             if native.needs_thread():
                 self._start_one()
-
-    def serves(self, session: object) -> bool:
-        """Whether the calling thread is of the event loop, and handles a request of this session."""
-        return getattr(self._local, "session", None) is session
 
     def _start_one(self) -> None:
         """Starts a thread. The lock is held."""
@@ -56,23 +51,25 @@ class _Threads:
             if needs_thread:
                 with self._lock:
                     self._start_one()
-            self._local.session = session
+            _this_thread.session = session
             try:
                 session.handle(most_requests=1)
             except Exception:
                 log.exception("the events of %s could not be handled", session.peer)
             finally:
-                self._local.session = None
+                _this_thread.session = None
                 del session  # the thread must not keep it alive
 
 
 _threads = _Threads()
+_this_thread = threading.local()
+"""`session`: whose request the thread handles for the event loop."""
 
 
 def _after_fork() -> None:
-    global _threads
+    global _threads, _this_thread
     native.after_fork()
-    _threads = _Threads()
+    _threads, _this_thread = _Threads(), threading.local()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -85,4 +82,4 @@ def start() -> None:
 
 def serves(session: object) -> bool:
     """Whether the calling thread handles a request of this session for the event loop."""
-    return _threads.serves(session)
+    return getattr(_this_thread, "session", None) is session

@@ -198,7 +198,8 @@ class Session(Link):
                 self._set_timer(now)
             future.handle = handle
             future.abandon = partial(self._withdraw, handle, call)
-            self._wake()
+            if not self._has_socket:
+                self._wake()
         if future.cancelled():
             self._withdraw(handle, call)  # it was cancelled before `abandon` was set
         self._flush(is_large=bool(views))
@@ -266,7 +267,8 @@ class Session(Link):
         views = _views(attachments) if attachments else ()
         with self._lock:
             is_sent = self._native.respond(call.id, body, views, bool(views), attachments)
-            self._wake()
+            if not self._has_socket:
+                self._wake()
         self._flush_soon(is_large=bool(views))
         return is_sent
 
@@ -336,8 +338,6 @@ class Session(Link):
 
     def _wake(self) -> None:
         """Wakes the thread that writes the stream if there is something to write. The lock is held."""
-        if self._has_socket:
-            return
         stream = self._stream
         if isinstance(stream, GrpcStream) and stream.is_asleep and self._native.has_output:
             # In this order: if Ctrl-C interrupts between the lines, the stream is woken once more.
@@ -394,8 +394,8 @@ class Session(Link):
 
     def _take_events(self, handle: int = 0, most_requests: int = _ALL) -> list[native.Event]:
         """What has happened, for `_handle_events`. The lock is held."""
-        self._wake()
         if not self._has_socket:
+            self._wake()
             most_requests = _ALL  # there may be no thread of the event loop, to which the rest is left
         events = self._native.take_events(handle, most_requests)
         for event in events:

@@ -190,7 +190,7 @@ class Layout:
     def build(self, tensors: Sequence[torch.Tensor], scalars: Sequence[Any]) -> list[Any]:
         leaves = [*tensors, *scalars, *self._constants]
         if self._is_flat:
-            return [leaves[node] for node in self._nodes]  # type: ignore[index]
+            return list(map(leaves.__getitem__, self._nodes))  # type: ignore[arg-type]
         return _build(self._nodes, leaves)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -41,9 +41,9 @@ class StoredParameters:
             self._set_of.setdefault(parameter, new)
         return frozenset(self._set_of[parameter] for parameter in parameters)
 
-    def read_by_call(self, used: Iterable[StoredObject]) -> ReadGuard | None:
+    def read_by_call(self, used: Sequence[StoredObject]) -> ReadGuard | None:
         """The guard to enter around a call that uses these objects; None if they have no parameters."""
-        return self.access.read(parameter_sets_of(used))
+        return self.access.read(parameter_sets_of(used)) if used else None
 
     def read_by_backward(self, leaves: Sequence[Node]) -> AbstractContextManager[object]:
         """A context manager around a backward that ends in these leaves, some of which may be parameters
@@ -52,6 +52,8 @@ class StoredParameters:
         It raises StaleParameters at the end if the backward took so long that parameters were written
         meanwhile.
         """
+        if not self._set_of:  # asked first, because a look-up in such a dictionary is slow
+            return nullcontext()
         found = (self._set_of.get(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
         guard = self.access.read(parameter_set for parameter_set in found if parameter_set is not None)
         return nullcontext() if guard is None else _not_overtaken(guard)

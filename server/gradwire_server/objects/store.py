@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class ObjectOptions:
 
 
 _NO_OPTIONS = ObjectOptions()
+_NOT_IN_USE = nullcontext()
 
 
 class ObjectStore:
@@ -178,9 +180,9 @@ class ObjectStore:
             methods=self._method_names(type(stored.value)),
         )
 
-    def in_use(self, stored: StoredObject | None) -> InUse:
+    def in_use(self, stored: StoredObject | None) -> AbstractContextManager[None]:
         """Around a call that runs on an object. None if the call runs on no object."""
-        return InUse(self._lock, stored)
+        return _NOT_IN_USE if stored is None else InUse(self._lock, stored)
 
     def named(self) -> list[StoredObject]:
         """All objects that have a name."""

@@ -51,10 +51,6 @@ class CallExecutor:
         self._hold_limits = hold_limits
         self._methods: dict[tuple[type, str], ExposedFunction] = {}
 
-    @property
-    def _worker_name(self) -> str:
-        return self._peer.identity.name
-
     def execute(
         self,
         call: CallRequest,
@@ -137,12 +133,12 @@ class CallExecutor:
     ) -> tuple[StoredObject | None, ExposedFunction]:
         """The object whose method is called, if it is a method, and the function to call."""
         if not request.HasField("target"):
-            return None, self._registry.function(request.function, self._worker_name)
+            return None, self._registry.function(request.function, self._peer.identity.name)
         target = self._objects.resolve(request.target)
         key = (type(target.value), request.function)
         method = self._methods.get(key)
         if method is None:
-            method = self._registry.method(target.value, request.function, self._worker_name)
+            method = self._registry.method(target.value, request.function, self._peer.identity.name)
             self._methods[key] = method
         return target, method
 
