@@ -289,23 +289,24 @@ class GrpcLink(Session):
         if not call.add_callback(over.set):
             over.set()
         reader = None
-        if connection is None:
-            if welcome.HasField("same_host") or welcome.HasField("direct"):
-                stream.put(frames.NOTHING)  # "the session goes over this stream"
-                stream.wake()
-            name = f"gradwire-read-{self.target}"
-            reader = threading.Thread(target=self._read, args=(call, stream), name=name, daemon=True)
-            self.attach(stream)
-            reader.start()
-        else:
-            try:
-                self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
-            except OSError as error:
-                raise _Broken(f"there is no socket: {error}") from error
-        self.handle(most_requests=0)
+        # Before it is: if the link is closed from then on, the goodbye is still to be written.
         self._is_attached = True
-        self._connected.set()
         try:
+            if connection is None:
+                if welcome.HasField("same_host") or welcome.HasField("direct"):
+                    stream.put(frames.NOTHING)  # "the session goes over this stream"
+                    stream.wake()
+                name = f"gradwire-read-{self.target}"
+                reader = threading.Thread(target=self._read, args=(call, stream), name=name, daemon=True)
+                self.attach(stream)
+                reader.start()
+            else:
+                try:
+                    self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
+                except OSError as error:
+                    raise _Broken(f"there is no socket: {error}") from error
+            self.handle(most_requests=0)
+            self._connected.set()
             over.wait()
             if reader is not None:
                 # The last frame may be a goodbye. The reader handles it at once, unless it is stuck.
