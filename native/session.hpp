@@ -291,6 +291,7 @@ class Session {
   void advance_chunk(Seconds now, size_t size);
   bool took_bytes(Seconds now, Key key, Arriving& message, uint64_t size);
   void prepare_block(Seconds now);
+  void give_up(Seconds now, Key key);
   void request_arrived(InboundCall& call);
   void response_arrived(Seconds now, OutboundCall& call);
   void acknowledge(uint64_t id, bool is_large);
