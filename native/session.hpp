@@ -103,7 +103,9 @@ struct Event {
   uint64_t id = 0;
   uint32_t method = 0;
   Seconds deadline = NEVER;
-  bool flag = false;  // check: whether the message is a response; goodbye: whether the peer leaves for good
+  // check: whether the message is a response; goodbye: whether the peer leaves for good; disconnected: whether this
+  // process had no descriptor left for shared memory
+  bool flag = false;
   std::string body;
   std::vector<Block> attachments;
   Cookie cookie;  // of the call, or, with check, of the response

@@ -66,7 +66,7 @@ def check_calls(worker: gw.RemoteWorker, largest: int = LARGE) -> None:
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("short_of", ["segments", "memory"])
+@pytest.mark.parametrize("short_of", ["descriptors", "segments", "memory"])
 def test_a_client_that_runs_short_goes_on(daemon: Daemon, short_of: str, carrier: str) -> None:
     args = [short_of, carrier, daemon.address]
     client = Forked("tests.faults.short_client", args, cwd=None, env=os.environ, stdout=True)
@@ -80,7 +80,7 @@ def test_a_client_that_runs_short_goes_on(daemon: Daemon, short_of: str, carrier
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("short_of", ["segments", "memory"])
+@pytest.mark.parametrize("short_of", ["descriptors", "segments", "memory"])
 def test_a_worker_that_runs_short_goes_on(launch: Launch, short_of: str, carrier: str) -> None:
     daemon = launch(SERVED)
     with gw.connect(daemon.address, lost_after=30.0, **SETTINGS[carrier]) as worker:

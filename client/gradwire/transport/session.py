@@ -527,6 +527,7 @@ class Session(Link):
     def _on_disconnected(self, event: native.Event) -> None:
         stream = self._stream
         if isinstance(stream, SocketStream) and stream.number == event.id:
+            stream.lacked_descriptors = event.flag
             stream.on_cut(stream, event.body.decode())
 
     def _on_broken(self, event: native.Event) -> None:

@@ -68,6 +68,8 @@ class SocketStream:
 
     number = 0
     """Of the socket, once the session is attached to it."""
+    lacked_descriptors = False
+    """Whether it was cut because this process had no descriptor left for shared memory."""
 
     def __init__(
         self,
