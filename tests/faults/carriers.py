@@ -11,13 +11,13 @@ import random
 import socket
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from gradwire.transport import GrpcStream, SocketStream
 
-__all__ = ["CARRIERS", "SETTINGS", "block", "carrier_of", "cut", "cut_now_and_then"]
+__all__ = ["CARRIERS", "FLAGS", "SETTINGS", "block", "carrier_of", "cut", "cut_now_and_then"]
 
 SETTINGS: Mapping[str, Mapping[str, bool]] = {
     "unix": {},
@@ -25,6 +25,12 @@ SETTINGS: Mapping[str, Mapping[str, bool]] = {
     "grpc": {"same_host": False, "direct": False},
 }
 """For each carrier what `gw.connect` has to be told so that it is used, on one host."""
+FLAGS: Mapping[str, Sequence[str]] = {
+    "unix": (),
+    "tcp": ("--no-same-host",),
+    "grpc": ("--no-same-host", "--no-direct"),
+}
+"""For each carrier what a daemon has to be told so that its clients use it, other workers included."""
 CARRIERS = tuple(SETTINGS)
 
 _UNIX_PREFIX = b"\0gradwire-"
@@ -52,14 +58,15 @@ def block(carriers: Collection[str]) -> Counter[str]:
 
 @contextmanager
 def cut_now_and_then(
-    seed: int, between: tuple[float, float] = (0.0, 0.05), carriers: Collection[str] = CARRIERS
+    seed: int, between: tuple[float, float] = (0.0, 0.05), places: Sequence[Callable[..., Any]] = (cut,)
 ) -> Iterator[Counter[str]]:
-    """Cuts one of the carriers at random moments while the block runs. Yields how many sockets were cut."""
+    """Cuts one of the carriers at random moments while the block runs, by one of these functions: `cut` here,
+    or where it is served. Yields how many sockets were cut."""
     chance, over, count = random.Random(seed), threading.Event(), Counter[str]()
 
     def run() -> None:
         while not over.wait(chance.uniform(*between)):
-            count.update(cut([chance.choice(list(carriers))]))
+            count.update(chance.choice(places)([chance.choice(CARRIERS)]))
 
     thread = threading.Thread(target=run, name="test-cuts", daemon=True)
     thread.start()
