@@ -95,6 +95,10 @@ class GrpcLink(Session):
         super().abort(error)
         self._cut()
 
+    def leave_to_parent(self) -> None:
+        super().leave_to_parent()
+        self._call = None
+
     def connect(
         self,
         time_left: float | None = None,
