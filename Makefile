@@ -46,7 +46,7 @@ native-sanitize: $(INSTALLED) ## run the tests of native/ with sanitizers; ARGS=
 test-slow: native ## run the tests that take minutes: thousands of steps, many kills
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-soak: native ## everything at once with faults at random, for SECONDS=120; ARGS="--seed 7"
+soak: native ## everything at once with faults at random, for SECONDS=120; ARGS="--seed 7", ARGS="--carrier tcp"
 	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
 
 search: native ## random programs beside plain PyTorch, for SECONDS=120; ARGS="--seed 7", ARGS="--only 17"

@@ -271,7 +271,7 @@ Cookie Link::owner() {
 }
 
 // The lock is held.
-void Link::end(const std::shared_ptr<Socket>& socket, Event::Kind kind, std::string_view reason) {
+void Link::end(const std::shared_ptr<Socket>& socket, Event::Kind kind, std::string_view reason, bool flag) {
   if (socket_ != socket || socket->is_over_) return;
   socket->is_over_ = true;
   if (kind == Event::Kind::disconnected) {
@@ -282,6 +282,7 @@ void Link::end(const std::shared_ptr<Socket>& socket, Event::Kind kind, std::str
   event.kind = kind;
   event.id = socket->number;
   event.body = reason;
+  event.flag = flag;
   events_.push_back(std::move(event));
   for (auto& [_, waiter] : waiters_) wake(*waiter);
 }
@@ -316,7 +317,7 @@ ssize_t Link::read_once(Socket& socket) {
     return 0;
   }
   if (descriptors.are_lost()) {  // which is not the other peer's fault: it sends them again
-    end(socket_, Event::Kind::disconnected, "no descriptor is left for shared memory");
+    end(socket_, Event::Kind::disconnected, "no descriptor is left for shared memory", true);
     return 0;
   }
   try {

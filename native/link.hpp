@@ -144,7 +144,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   void collect_events();
   void wake(Waiter& waiter);
-  void end(const std::shared_ptr<Socket>& socket, Event::Kind kind, std::string_view reason);
+  void end(const std::shared_ptr<Socket>& socket, Event::Kind kind, std::string_view reason, bool flag = false);
   void read(const std::shared_ptr<Socket>& socket, CallHandle call);
   ssize_t read_once(Socket& socket);
   bool read_as_caller(const std::shared_ptr<Socket>& socket, CallHandle call, Seconds until);

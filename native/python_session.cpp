@@ -205,7 +205,9 @@ PyStructSequence_Field event_fields[] = {
     {"id", "Of the request, or the handle of the call."},
     {"method", "Of a request: a value of link_pb2.Method."},
     {"deadline", "Of a request: when the requester stops waiting; None: never."},
-    {"flag", "CHECK: whether the message is a response. GOODBYE: whether the other process goes away."},
+    {"flag",
+     "CHECK: whether the message is a response. GOODBYE: whether the other process goes away. DISCONNECTED: whether "
+     "this process had no descriptor left for shared memory."},
     {"body", "Of a request or response; of an error, the serialized Error."},
     {"attachments", "The Blocks that the attachments arrived in."},
     {"cookie", "What was given with the call; CHECK of a response: with the response."},

@@ -865,16 +865,21 @@ void Session::prepare_block(Seconds now) {
       message->filled = 0;
     }
   } catch (const std::bad_alloc&) {
-    uint64_t id = chunk_of_.second;
-    if (!chunk_of_.first) {
-      set_error(*inbound(id), settings_.no_memory);
-    } else {
-      acknowledge(id, true);
-      OutboundCall& call = *call_by_id(id);
-      emit(Event::Kind::no_memory, call);
-      report(now, call, Event::Kind::discarded, message->body);
-    }
+    give_up(now, chunk_of_);
   }
+}
+
+// There is no memory for the attachments of a message that arrives.
+void Session::give_up(Seconds now, Key key) {
+  auto [is_response, id] = key;
+  if (!is_response) {
+    set_error(*inbound(id), settings_.no_memory);
+    return;
+  }
+  acknowledge(id, true);
+  OutboundCall& call = *call_by_id(id);
+  emit(Event::Kind::no_memory, call);
+  report(now, call, Event::Kind::discarded, call.response->body);
 }
 
 void Session::take_chunk_bytes(Seconds now, Bytes bytes) {
@@ -933,9 +938,15 @@ SharedMemory& Session::shared() const {
 void Session::on(Seconds, const NewSegment& segment) { shared().map(segment.id, segment.size); }
 
 void Session::on(Seconds now, const Placed& placed) {
-  Block block = shared().use(placed.segment, placed.size);
   Key key{placed.of_response, placed.message};
   Arriving* message = arriving(key);
+  Block block;
+  try {
+    block = shared().use(placed.segment, placed.size);
+  } catch (const std::bad_alloc&) {
+    if (message) give_up(now, key);
+    return;
+  }
   if (!message) return;  // it is repeated, refused or cancelled
   if (!message->blocks.empty() && message->filled < message->blocks.back().size())
     throw ProtocolError("an attachment begins before the one before it is complete");

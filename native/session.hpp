@@ -103,7 +103,9 @@ struct Event {
   uint64_t id = 0;
   uint32_t method = 0;
   Seconds deadline = NEVER;
-  bool flag = false;  // check: whether the message is a response; goodbye: whether the peer leaves for good
+  // check: whether the message is a response; goodbye: whether the peer leaves for good; disconnected: whether this
+  // process had no descriptor left for shared memory
+  bool flag = false;
   std::string body;
   std::vector<Block> attachments;
   Cookie cookie;  // of the call, or, with check, of the response
@@ -291,6 +293,7 @@ class Session {
   void advance_chunk(Seconds now, size_t size);
   bool took_bytes(Seconds now, Key key, Arriving& message, uint64_t size);
   void prepare_block(Seconds now);
+  void give_up(Seconds now, Key key);
   void request_arrived(InboundCall& call);
   void response_arrived(Seconds now, OutboundCall& call);
   void acknowledge(uint64_t id, bool is_large);

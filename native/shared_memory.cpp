@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <new>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -40,10 +41,10 @@ bool take_total(uint64_t size, uint64_t max_bytes) {
   return true;
 }
 
-// Throws std::system_error.
+// Throws std::bad_alloc.
 uint8_t* map_descriptor(int descriptor, size_t size) {
   void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  if (data == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "no memory for a segment");
+  if (data == MAP_FAILED) throw std::bad_alloc();
   return static_cast<uint8_t*>(data);
 }
 
@@ -53,7 +54,8 @@ bool is_shared_memory_supported() {
   static const bool is_supported = [] {
     int descriptor = memfd_create("gradwire", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (descriptor >= 0) ::close(descriptor);
-    return descriptor >= 0;
+    // Where there is only no descriptor or memory left now, there may be later.
+    return descriptor >= 0 || errno == EMFILE || errno == ENFILE || errno == ENOMEM;
   }();
   return is_supported;
 }
@@ -162,8 +164,22 @@ struct SharedMemory::Mapped {
 
   Mapped(uint64_t id, size_t size) : id(id), size(size) {}
   ~Mapped() {
+    close_descriptor();
     if (data) munmap(data, size);
   }
+
+  void keep_descriptor(int descriptor) { descriptor_ = descriptor; }
+  void close_descriptor() {
+    if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
+  }
+  // If it is not yet. Throws std::bad_alloc, after which it may be tried again.
+  void map() {
+    if (!data) data = map_descriptor(descriptor_, size);
+    close_descriptor();
+  }
+
+ private:
+  int descriptor_ = -1;
 };
 
 void SharedMemory::add_descriptor(int descriptor) {
@@ -178,7 +194,9 @@ void SharedMemory::map(uint64_t id, uint64_t size) {
   descriptors_.pop_front();
   struct Close {
     int descriptor;
-    ~Close() { ::close(descriptor); }
+    ~Close() {
+      if (descriptor >= 0) ::close(descriptor);
+    }
   } at_the_end{descriptor};
   struct stat status {};
   int seals = fcntl(descriptor, F_GET_SEALS);
@@ -188,10 +206,16 @@ void SharedMemory::map(uint64_t id, uint64_t size) {
   if (mapped_.size() >= MOST_SEGMENTS || mapped_.contains(id))
     throw ProtocolError("segment " + std::to_string(id) + " is one too many, or known already");
   auto mapped = std::make_shared<Mapped>(id, size);
-  mapped->data = map_descriptor(descriptor, size);
-  mapped_.emplace(id, std::move(mapped));
-  std::lock_guard lock(returned_mutex_);
-  returned_.reserve(mapped_.size());  // `on_unused` must not fail
+  mapped->keep_descriptor(std::exchange(at_the_end.descriptor, -1));
+  mapped_.emplace(id, mapped);
+  {
+    std::lock_guard lock(returned_mutex_);
+    returned_.reserve(mapped_.size());  // `on_unused` must not fail
+  }
+  try {
+    mapped->map();
+  } catch (const std::bad_alloc&) {  // `use` tries it again
+  }
 }
 
 Block SharedMemory::use(uint64_t id, uint64_t size) {
@@ -202,6 +226,12 @@ Block SharedMemory::use(uint64_t id, uint64_t size) {
   const std::shared_ptr<Mapped>& mapped = it->second;
   if (std::exchange(mapped->in_use, true))
     throw ProtocolError("segment " + std::to_string(id) + " was filled while it was in use");
+  try {
+    mapped->map();
+  } catch (const std::bad_alloc&) {
+    on_unused(id, mapped->size);  // the other peer may fill it with something else
+    throw;
+  }
   // Its end may come on any thread, and long after that of the connection.
   std::weak_ptr<SharedMemory> weak = weak_from_this();
   auto hold = std::shared_ptr<const void>(mapped->data, [mapped, weak](const void*) {

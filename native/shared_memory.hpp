@@ -89,7 +89,8 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // Takes a descriptor that has arrived, and belongs to the next segment that is announced. If it throws, which may be
   // a ProtocolError, it has not taken it.
   void add_descriptor(int descriptor);
-  // Each throws ProtocolError.
+  // Each throws ProtocolError. `use` throws std::bad_alloc if there is no room to map the segment, which is then
+  // returned to the other peer.
   void map(uint64_t id, uint64_t size);
   Block use(uint64_t id, uint64_t size);
   void unmap(uint64_t id);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ import gradwire_server as gws
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="session")
-def daemons() -> Iterator[dict[str, str]]:
+@contextmanager
+def served_places(*flags: str) -> Iterator[dict[str, str]]:
     """The addresses of three processes, by name of place."""
     processes = {
         name: Daemon(
-            ["tests.autograd.serving", "--bind", "127.0.0.1:0", "--name", name],
+            ["tests.autograd.serving", "--bind", "127.0.0.1:0", "--name", name, *flags],
             cwd=ROOT,
             env={"PLACE": name},
         )
@@ -39,9 +40,21 @@ def daemons() -> Iterator[dict[str, str]]:
             process.stop()
 
 
+@pytest.fixture(scope="session")
+def daemons() -> Iterator[dict[str, str]]:
+    with served_places() as addresses:
+        yield addresses
+
+
 @pytest.fixture
 def trio(daemons: dict[str, str]) -> Iterator[Both]:
     """The three processes, with nothing kept and no gradients, beside the oracle."""
+    with places(daemons) as both:
+        yield both
+
+
+@contextmanager
+def places(daemons: dict[str, str]) -> Iterator[Both]:
     workers = {name: gw.connect(address) for name, address in daemons.items()}
     both = Both(workers, oracle())
     both.reset()

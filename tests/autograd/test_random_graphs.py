@@ -111,18 +111,29 @@ def compute(program: list[Step], used: list[int]) -> Callable[..., torch.Tensor]
     return run
 
 
-@settings(
-    max_examples=300,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
+programs = given(
     program=st.lists(steps, min_size=1, max_size=8),
     used=st.lists(st.integers(0, 3), min_size=1, max_size=3),
     backward=st.sampled_from(["plain", "plain", "context", "grad", "twice"]),
 )
+
+
+def examples(most: int) -> settings:
+    return settings(
+        max_examples=most,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@examples(300)
+@programs
 def test_random_graphs(program: list[Step], used: list[int], backward: str, trio: Both) -> None:
+    check(program, used, backward, trio)
+
+
+def check(program: list[Step], used: list[int], backward: str, trio: Both) -> None:
     trio.reset()
     generator = torch.Generator().manual_seed(len(program))
     made = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(3)]

@@ -10,15 +10,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import grpc
+from tests.conformance.switching import Switch
 
 from gradwire.errors import GradwireError
 from gradwire.transport import GrpcLink, InProcessLink, Link, LinkSettings, PeerIdentity, ServerCall
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.serving.acceptor import SessionAcceptor
 
-__all__ = ["KINDS", "SECONDS", "Ends", "Memory", "Peer", "opened"]
+__all__ = ["CARRIED", "KINDS", "SECONDS", "STEADY", "SWITCHED", "Ends", "Memory", "Peer", "opened"]
 
-KINDS = ("in-process", "grpc", "unix", "tcp")
+STEADY = ("in-process", "grpc", "unix", "tcp")
+SWITCHED = ("unix and grpc", "tcp and grpc")
+"""Links whose carrier dies while they are used, after which the other one carries them."""
+CARRIED = ("grpc", "unix", "tcp", *SWITCHED)
+"""Links that outlive their connection."""
+KINDS = (*STEADY, *SWITCHED)
 SECONDS = 20.0
 """Longer than anything here takes: an event that has not happened by then never will."""
 
@@ -60,12 +66,14 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.identity = PeerIdentity(next(_peer_ids), self.name)
+        self.on_arrival: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
 
     def handle(self, server_call: ServerCall) -> None:
         with self._changed:
             self.received.append(server_call.request.body)
             self._changed.notify_all()
+        self.on_arrival()
         self.respond(server_call)
 
     def wait_for_requests(self, times: int = 1) -> None:
@@ -82,6 +90,12 @@ class Ends:
     here: Peer
     there: Peer
     acceptor: SessionAcceptor | None = None
+    switch: Switch | None = None
+
+    def calm_down(self) -> None:
+        """Has nothing cut the link any more: its end can be told to the other peer."""
+        if self.switch:
+            self.switch.stop()
 
 
 @contextmanager
@@ -99,13 +113,17 @@ def opened(kind: str, settings: LinkSettings | None = None) -> Iterator[Ends]:
             left.close()
             right.close()
         return
-    settings = replace(settings, same_host=kind == "unix", direct=kind == "tcp")
-    with serving(there, settings) as (acceptor, address):
+    settings = replace(settings, same_host=kind.startswith("unix"), direct=kind.startswith("tcp"))
+    switch = Switch() if kind in SWITCHED else None
+    with serving(there, settings, *([switch.between] if switch else [])) as (acceptor, address):
         link = GrpcLink(address, here.identity, here.handle, settings)
         link.connect()
         try:
             (right_end,) = acceptor.sessions
-            yield Ends(link, right_end, here, there, acceptor)
+            if switch:
+                switch.watch(link, right_end)
+                here.on_arrival = there.on_arrival = switch.moment
+            yield Ends(link, right_end, here, there, acceptor, switch)
         finally:
             link.close()
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import pytest
-from tests.conformance.ends import SECONDS, Ends, Memory, Peer, echo, opened, serving
+from tests.conformance.ends import CARRIED, SECONDS, SWITCHED, Ends, Memory, Peer, echo, opened, serving
 from tests.conformance.proxy import Proxy
 from tests.conformance.test_links import PING, Held, arrived_bytes, attachments_of, body_of
+from tests.faults import carriers
 
 from gradwire import errors
 from gradwire.transport import (
@@ -24,11 +22,14 @@ from gradwire.transport import (
     SocketStream,
 )
 
+SOCKETS = ("unix", "tcp")
 
-@pytest.fixture(params=["grpc", "unix", "tcp"])
+
+@pytest.fixture(params=CARRIED)
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     with opened(request.param) as ends:
         yield ends
+        assert not ends.switch or ends.switch.cuts
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -169,53 +170,52 @@ def test_a_request_cancelled_during_a_cut_is_cancelled_at_the_other_peer(ends: E
         server_call.respond(b"")
 
 
-class Sockets:
-    """The sockets that sessions of this process were attached to."""
-
-    def __init__(self) -> None:
-        self.descriptors: list[int] = []
-
-    def cut(self) -> None:
-        """Ends them, and nothing else."""
-        while self.descriptors:
-            with suppress(OSError), socket.socket(fileno=self.descriptors.pop()) as same:
-                same.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture
-def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
-    sockets = Sockets()
-    take_descriptor = SocketStream.take_descriptor
-
-    def noted(stream: SocketStream) -> int:
-        descriptor = take_descriptor(stream)
-        sockets.descriptors.append(os.dup(descriptor))
-        return descriptor
-
-    monkeypatch.setattr(SocketStream, "take_descriptor", noted)
-    yield sockets
-    sockets.cut()
-
-
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_socket_that_dies_alone_costs_only_time(kind: str, sockets: Sockets) -> None:
+@pytest.mark.parametrize("kind", SOCKETS)
+def test_a_socket_that_dies_alone_costs_only_time(kind: str) -> None:
     with opened(kind) as ends:
+        assert isinstance(ends.left, GrpcLink)
+        ends.left._avoid_direct = lambda: None  # type: ignore[method-assign] # it goes back to the socket
         content = bytes(range(256)) * (64 << 12)
         for number in range(5):
+            assert carriers.carrier_of(ends.left) == kind
             future = ends.left.send_request(PING, str(number).encode(), [Memory(content)])
-            sockets.cut()
+            assert carriers.cut(SOCKETS)
             assert attachments_of(future) == [content]
         assert ends.there.received == [b"0", b"1", b"2", b"3", b"4"]
 
 
-def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_served(sockets: Sockets) -> None:
+@pytest.mark.parametrize("kind", SWITCHED)
+def test_carriers_that_die_by_turns_lose_and_repeat_nothing(kind: str) -> None:
+    """The first of two goes on with the second, and that with the first, with requests of both ends and
+    their attachments under way."""
+    with opened(kind) as ends:
+        assert ends.switch is not None
+        bodies = [str(number).encode() for number in range(64)]
+        contents = [body * (200_000 if number % 8 == 0 else 20) for number, body in enumerate(bodies)]
+        futures = [
+            end.send_request(PING, body, [Memory(content)])
+            for body, content in zip(bodies, contents, strict=True)
+            for end in (ends.left, ends.right)
+        ]
+        assert [attachments_of(future) for future in futures[::2]] == [[content] for content in contents]
+        assert [attachments_of(future) for future in futures[1::2]] == [[content] for content in contents]
+        for peer in (ends.here, ends.there):
+            assert sorted(peer.received) == sorted(bodies)
+        first, second = kind.split(" and ")
+        # The number is known for moments that find the link connected, which the first one does.
+        assert ends.switch.cuts[first] >= 1
+        while not ends.switch.cuts[second]:
+            assert body_of(ends.left.send_request(PING, b"more")) == b"more"
+
+
+def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_served() -> None:
     with opened("tcp") as ends:
         bodies = [str(number).encode() for number in range(300)]
 
         def respond(server_call: ServerCall) -> None:
             if server_call.request.body == bodies[0]:
                 # All have been read by now, or will be: they came in one write.
-                sockets.cut()
+                assert carriers.cut(SOCKETS)
             # Until then, threads of the event loop are busy, and requests that were read wait for one.
             eventually(lambda: isinstance(ends.right._stream, GrpcStream))  # type: ignore[attr-defined]
             echo(server_call)
@@ -224,6 +224,33 @@ def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_serve
         futures = [ends.left.send_request(PING, body) for body in bodies]
         assert [body_of(future) for future in futures] == bodies
         assert sorted(ends.there.received) == sorted(bodies)
+
+
+def test_a_link_that_is_closed_as_soon_as_it_is_connected_again_says_goodbye(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened("grpc") as ends:
+        left = ends.left
+        assert isinstance(left, GrpcLink)
+        ended, closed = threading.Event(), threading.Event()
+        ends.right.when_ended(lambda _: ended.set())
+        handle, take_output = left.handle, left.take_output
+
+        def close_then_handle(*args: int, **options: int) -> None:
+            if threading.current_thread() is left._supervisor:
+                left.close()
+                closed.set()
+            handle(*args, **options)
+
+        def take_late(stream: GrpcStream) -> bytes | None:
+            assert closed.wait(SECONDS)
+            return take_output(stream)
+
+        monkeypatch.setattr(left, "handle", close_then_handle)
+        monkeypatch.setattr(left, "take_output", take_late)
+        left._cut()
+        assert ended.wait(SECONDS)
+        assert isinstance(ends.right.ended, errors.LinkClosed)
 
 
 def test_a_direct_socket_that_is_blocked_is_left_for_grpc() -> None:

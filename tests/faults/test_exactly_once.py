@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.faults.proxy import FaultyProxy
@@ -41,7 +43,9 @@ class Middle(torch.nn.Module):
 """
 
 
-def train(address: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    address: str, steps: int, on_step: Callable[[gw.RemoteWorker, int], object] = lambda worker, step: None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """A split model; its losses, and all parameters at the end."""
     torch.manual_seed(1)
     worker = gw.connect(address, lost_after=30.0)
@@ -49,7 +53,8 @@ def train(address: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor
     optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [model], lr=0.05, momentum=0.9)
     x, y = torch.randn(16, 4).double(), torch.randn(16, 6).double()
     losses = []
-    for _ in range(steps):
+    for step in range(steps):
+        on_step(worker, step)
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.faults.carriers import SETTINGS
 from tests.integration.daemons import DEADLINE
 from tests.integration.unstopped import Named, double, wait_until_cancelled
 
@@ -69,9 +70,9 @@ def test_a_process_with_a_worker_that_was_not_stopped_ends(how: str) -> None:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         waiting = []
-        for same_host in (True, False):
+        for settings in SETTINGS.values():
             # A link that is cut without a word would be mended for this long.
-            worker = gw.connect(address, same_host=same_host, lost_after=DEADLINE)
+            worker = gw.connect(address, **settings, lost_after=DEADLINE)
             assert worker.double(21) == 42
             if how != "sys.exit":  # in one case, nobody waits for anything
                 waiting += [worker.call_async(function) for function in ("sleep", "compute")]

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+from tests.faults.carriers import SETTINGS
 
 import gradwire as gw
 import gradwire_server as gws
@@ -72,8 +73,8 @@ results: list[torch.Tensor] = []
 
 
 def call(how: str, address: str) -> None:
-    for same_host in (True, False):
-        worker = gw.connect(address, same_host=same_host)
+    for settings in SETTINGS.values():
+        worker = gw.connect(address, **settings)
         x = torch.ones(3, requires_grad=True)
         futures.append(worker.call_async("double", x))  # done, and never looked at
         futures[-1].exception(60)

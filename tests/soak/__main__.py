@@ -10,6 +10,7 @@ import sys
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from rich.console import Console
+from tests.faults.carriers import CARRIERS
 from tests.soak.checks import check
 from tests.soak.report import print_report
 from tests.soak.run import Size, run
@@ -21,6 +22,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="what happens when, as far as threads allow")
     parser.add_argument("--clients", type=int, default=3, help="processes at a time")
     parser.add_argument("--threads", type=int, default=3, help="of each client")
+    parser.add_argument(
+        "--carrier",
+        choices=["mixed", *CARRIERS],
+        default="mixed",
+        help="what sessions go over while they can; mixed: another one to each worker, by the seed",
+    )
     size = Size(**vars(parser.parse_args()))
     with run(size) as outcome:
         remains = check(outcome)

@@ -46,8 +46,18 @@ def check(outcome: Outcome) -> list[Remains]:
             found.append(f"worker {index} had {worker.threads_at_most} threads")
         found += [f"worker {index} logged {line}" for line in worker.daemon.lines if _is_error(line)]
         _check_counts(outcome, index)
-    # In less time than that some may well not come up.
-    wanted = set(KINDS) if outcome.size.seconds >= 20 else {"cut"}
+    wanted: set[str] = set()
+    if "grpc" in outcome.size.carriers:
+        # In less time than that some may well not come up.
+        wanted = set(KINDS) if outcome.size.seconds >= 20 else {"cut"}
+    for worker in outcome.workers:
+        if worker.proxy is None:
+            wanted.add(f"{worker.carrier} cut")
+            with gw.connect(worker.daemon.address) as handle:
+                outcome.faults.update(handle.faults())
+    if wanted - set(KINDS):
+        wanted.add("blocked")
+        outcome.faults["blocked"] = sum(n for what, n in outcome.faults.items() if what.endswith(" blocked"))
     if missing := wanted - set(outcome.faults):
         outcome.violations.append(f"these faults never happened: {', '.join(sorted(missing))}")
     return remains

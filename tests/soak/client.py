@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.soak import cuts
 from tests.soak.journal import Journal
 from tests.soak.load import Load, Place
 
@@ -42,6 +43,11 @@ class Orders:
         return self.folder / f"client-{self.number}.jsonl"
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it obeys signals: before that, they would end it."""
+        return self.journal.exists()
+
+    @property
     def stacks(self) -> Path:
         """Where its threads were, if it did not end in time."""
         return self.folder / f"client-{self.number}.stacks"
@@ -49,6 +55,7 @@ class Orders:
 
 def run_client(orders: Orders) -> None:
     torch.set_num_threads(1)
+    cuts.obey()
     journal = Journal(orders.journal)
     tokens = itertools.count(orders.number * _TOKENS_PER_CLIENT)
     end = time.monotonic() + orders.seconds
@@ -68,7 +75,8 @@ def run_client(orders: Orders) -> None:
         # Processes of multiprocessing run no exit handlers, which would say goodbye.
         reset_default_peer()
         faulthandler.cancel_dump_traceback_later()
-    journal.end(**{"refused and asked again, by clients that ended well": sum(retries)})
+    counts = {"refused and asked again, by clients that ended well": sum(retries)}
+    journal.end(**counts, **{f"{what}, by clients that ended well": n for what, n in cuts.happened.items()})
 
 
 def _work(orders: Orders, journal: Journal, seed: str, tokens: itertools.count[int], end: float) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.faults.carriers import CARRIERS, FLAGS
 from tests.faults.proxy import FaultyProxy
 from tests.integration.daemons import Daemon
+from tests.soak import cuts
 from tests.soak.client import FINISH_SECONDS, Orders, run_client
 from tests.soak.journal import Account, read_account
 from tests.soak.load import Place
@@ -26,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LEASE = 10.0
 BYTES_BETWEEN_FAULTS = ((1_000, 60_000), (5_000, 400_000), (50_000, 16_000_000))
 """For the proxy of each worker. Small ones hit the messages, large ones the middle of large tensors."""
+LARGEST_BYTES = 4_000_000
+"""What is sent to a worker that has no proxy."""
+SOCKETS_CUT_EVERY = (0.1, 0.6)
 KILL_EVERY = (4.0, 10.0)
 DISTURB_EVERY = (0.5, 2.5)
 OUTAGE_SECONDS = (0.2, 1.5)
@@ -39,6 +46,15 @@ class Size:
     seed: int
     clients: int = 3
     threads: int = 3
+    carrier: str = "mixed"
+    """Of the sessions with all workers; mixed: another one with each."""
+
+    @property
+    def carriers(self) -> list[str]:
+        """One for each worker."""
+        if self.carrier == "mixed":
+            return random.Random(self.seed).sample(CARRIERS, len(BYTES_BETWEEN_FAULTS))
+        return [self.carrier] * len(BYTES_BETWEEN_FAULTS)
 
 
 @dataclass
@@ -46,7 +62,10 @@ class WorkerUse:
     """What one worker used and said."""
 
     daemon: Daemon
-    proxy: FaultyProxy
+    carrier: str
+    proxy: FaultyProxy | None
+    """Through which all reach it, if its sessions go over gRPC."""
+    place: Place
     resident_at_first: int = 0
     resident_at_most: int = 0
     threads_at_most: int = 0
@@ -79,16 +98,18 @@ def run(size: Size) -> Iterator[Outcome]:
     """Loads the workers for that long. They are still there in the block, with nobody using them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-soak-")))
-        daemons = [_start_worker(index) for index in range(len(BYTES_BETWEEN_FAULTS))]
+        daemons = [_start_worker(index, carrier) for index, carrier in enumerate(size.carriers)]
         for daemon in daemons:
             stack.callback(daemon.stop)
         workers = []
-        for index, daemon in enumerate(daemons):
-            target = daemon.wait_until_ready().address
-            proxy = FaultyProxy(
-                target, seed=size.seed * 10 + index, bytes_between=BYTES_BETWEEN_FAULTS[index]
-            )
-            workers.append(WorkerUse(daemon, stack.enter_context(proxy.running())))
+        for index, (daemon, carrier) in enumerate(zip(daemons, size.carriers, strict=True)):
+            address, proxy, largest_bytes = daemon.wait_until_ready().address, None, LARGEST_BYTES
+            if carrier == "grpc":
+                between = BYTES_BETWEEN_FAULTS[index]
+                proxy = FaultyProxy(address, seed=size.seed * 10 + index, bytes_between=between)
+                stack.enter_context(proxy.running())
+                address, largest_bytes = proxy.address, between[1] // 4
+            workers.append(WorkerUse(daemon, carrier, proxy, Place(index, address, largest_bytes)))
         outcome = Outcome(size, workers)
         for worker in workers:
             worker.resident_at_first, _ = worker.sample()
@@ -97,8 +118,9 @@ def run(size: Size) -> Iterator[Outcome]:
         _disturb(outcome, crowd)
         crowd.wait()
         for worker in workers:
-            worker.proxy.active = False
-            outcome.faults.update(worker.proxy.fired)
+            if worker.proxy is not None:
+                worker.proxy.active = False
+                outcome.faults.update(worker.proxy.fired)
         yield outcome
 
 
@@ -106,11 +128,13 @@ def _nothing() -> None:
     """What the first process does: when it ends, all is loaded."""
 
 
-def _start_worker(index: int) -> Daemon:
+def _start_worker(index: int, carrier: str) -> Daemon:
     # Little room, so that clients are refused now and then and come again.
     limits = ("--threads", "4", "--max-queued-calls", "64", "--max-queued-calls-per-client", "16")
     options = ("--lease", str(LEASE), "--torch-threads", "1", "--name", f"worker-{index}")
-    return Daemon(["tests.soak.served", "--bind", "127.0.0.1:0", *limits, *options], cwd=ROOT)
+    return Daemon(
+        ["tests.soak.served", "--bind", "127.0.0.1:0", *FLAGS[carrier], *limits, *options], cwd=ROOT
+    )
 
 
 class _Crowd:
@@ -133,23 +157,23 @@ class _Crowd:
 
     def _start(self) -> None:
         outcome = self._outcome
-        places = [
-            Place(index, worker.proxy.address, BYTES_BETWEEN_FAULTS[index][1] // 4)
-            for index, worker in enumerate(outcome.workers)
-        ]
         outcome.clients_started += 1
         orders = Orders(
             number=outcome.clients_started,
             seed=outcome.size.seed,
             seconds=max(self._end - time.monotonic(), 0.0),
             threads=outcome.size.threads,
-            places=places,
+            places=[worker.place for worker in outcome.workers],
             folder=self._folder,
         )
         process = self._processes.Process(target=run_client, args=(orders,), daemon=True)
         process.start()
         self._running.append((orders, process))
         self._all.append((orders, process))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for orders, process in self._running if orders.is_ready]
 
     def kill_one(self, chance: random.Random) -> None:
         victim = self._running.pop(chance.randrange(len(self._running)))
@@ -185,12 +209,21 @@ def _disturb(outcome: Outcome, crowd: _Crowd) -> None:
     started = now = time.monotonic()
     end = started + outcome.size.seconds
     next_fault, next_death = now + 2, now + chance.uniform(*KILL_EVERY)
+    next_cut, next_block = now + 2, started + outcome.size.seconds / 2
+    around = [worker.daemon.process.pid for worker in outcome.workers if worker.proxy is None]
     while now < end:
         for worker in outcome.workers:
             worker.sample()
         if now >= next_fault:
             next_fault = now + chance.uniform(*DISTURB_EVERY)
             _trouble(outcome, chance)
+        if around and now >= next_cut:
+            next_cut = now + chance.uniform(*SOCKETS_CUT_EVERY)
+            _signal(chance.choice([*around, *crowd.pids]), cuts.CUT)
+        if around and now >= next_block:
+            # From now on there is only gRPC, or a direct socket, for who is cut from that worker.
+            next_block = end
+            _signal(chance.choice(around), cuts.BLOCK)
         # Not at the very end: a new client should have time for something.
         if next_death <= now < end - 3:
             next_death = now + chance.uniform(*KILL_EVERY)
@@ -199,9 +232,17 @@ def _disturb(outcome: Outcome, crowd: _Crowd) -> None:
         now = time.monotonic()
 
 
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # a client may have ended
+        os.kill(pid, number)
+
+
 def _trouble(outcome: Outcome, chance: random.Random) -> None:
     """All connections of a worker are cut; one time in three none can be made for a while."""
-    proxy = chance.choice(outcome.workers).proxy
+    proxies = [worker.proxy for worker in outcome.workers if worker.proxy is not None]
+    if not proxies:
+        return
+    proxy = chance.choice(proxies)
     if chance.random() < 1 / 3 and not proxy.refuse:
         outcome.faults["outage"] += 1
         proxy.refuse = True

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from tests.soak import cuts
 
 import gradwire as gw
 import gradwire_server as gws
@@ -19,6 +20,8 @@ WIDTH = 6
 LOST_AFTER = 30.0
 
 weight = torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64).requires_grad_()
+
+cuts.obey()  # the daemon loads this in its main thread
 
 _lock = threading.Lock()
 _counted: Counter[int] = Counter()
@@ -37,6 +40,12 @@ def count(token: int) -> int:
 @gws.expose
 def counted() -> dict[int, int]:
     return dict(_counted)
+
+
+@gws.expose
+def faults() -> dict[str, int]:
+    """What happened to the sockets of this process."""
+    return dict(cuts.happened)
 
 
 @gws.expose

@@ -53,6 +53,8 @@ _GOODBYE_SECONDS = 2.0
 _DRAIN_SECONDS = 0.5
 _AVOID_DIRECT_SECONDS = 60.0
 """How long a direct socket is not tried again after it could not be had, or was cut while gRPC was not."""
+_AVOID_SAME_HOST_SECONDS = 60.0
+"""How long no unix socket is used after there was no descriptor left for shared memory."""
 
 
 class _Broken(Exception):
@@ -77,6 +79,7 @@ class GrpcLink(Session):
         self._break_reason = ""
         """Why the stream or the socket broke; empty while both are open."""
         self._avoids_direct_until = 0.0
+        self._avoids_same_host_until = 0.0
         self._connected = threading.Event()
         self._ending = threading.Event()
         self._goodbye_timer: Timer | None = None
@@ -91,6 +94,10 @@ class GrpcLink(Session):
     def abort(self, error: GradwireError) -> None:
         super().abort(error)
         self._cut()
+
+    def leave_to_parent(self) -> None:
+        super().leave_to_parent()
+        self._call = None
 
     def connect(
         self,
@@ -214,7 +221,7 @@ class GrpcLink(Session):
             max_message_bytes=self.settings.max_message_bytes,
             max_bytes_in_flight=self.settings.max_bytes_in_flight,
             codecs=self.settings.codecs,
-            same_host=self.settings.same_host,
+            same_host=self.settings.same_host and time.monotonic() >= self._avoids_same_host_until,
             direct=self.settings.direct and time.monotonic() >= self._avoids_direct_until,
         )
 
@@ -289,23 +296,24 @@ class GrpcLink(Session):
         if not call.add_callback(over.set):
             over.set()
         reader = None
-        if connection is None:
-            if welcome.HasField("same_host") or welcome.HasField("direct"):
-                stream.put(frames.NOTHING)  # "the session goes over this stream"
-                stream.wake()
-            name = f"gradwire-read-{self.target}"
-            reader = threading.Thread(target=self._read, args=(call, stream), name=name, daemon=True)
-            self.attach(stream)
-            reader.start()
-        else:
-            try:
-                self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
-            except OSError as error:
-                raise _Broken(f"there is no socket: {error}") from error
-        self.handle(most_requests=0)
+        # Before it is: if the link is closed from then on, the goodbye is still to be written.
         self._is_attached = True
-        self._connected.set()
         try:
+            if connection is None:
+                if welcome.HasField("same_host") or welcome.HasField("direct"):
+                    stream.put(frames.NOTHING)  # "the session goes over this stream"
+                    stream.wake()
+                name = f"gradwire-read-{self.target}"
+                reader = threading.Thread(target=self._read, args=(call, stream), name=name, daemon=True)
+                self.attach(stream)
+                reader.start()
+            else:
+                try:
+                    self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
+                except OSError as error:
+                    raise _Broken(f"there is no socket: {error}") from error
+            self.handle(most_requests=0)
+            self._connected.set()
             over.wait()
             if reader is not None:
                 # The last frame may be a goodbye. The reader handles it at once, unless it is stuck.
@@ -339,6 +347,8 @@ class GrpcLink(Session):
     def _on_socket_cut(self, over: threading.Event, stream: SocketStream, reason: str) -> None:
         if not stream.is_local and self._call is not None and self._call.is_active():
             self._avoid_direct()  # gRPC still reaches the worker
+        if stream.lacked_descriptors:  # it would be cut again and again
+            self._avoids_same_host_until = time.monotonic() + _AVOID_SAME_HOST_SECONDS
         self._break_reason = reason
         over.set()
 

@@ -101,7 +101,8 @@ class Event(NamedTuple):
     method: int
     deadline: float | None
     flag: bool
-    """CHECK: whether the message is a response. GOODBYE: whether the other process goes away."""
+    """CHECK: whether the message is a response. GOODBYE: whether the other process goes away. DISCONNECTED:
+    whether this process had no descriptor left for shared memory."""
     body: bytes
     attachments: tuple[Block, ...]
     cookie: Any

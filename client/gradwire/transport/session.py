@@ -4,8 +4,10 @@ back."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,6 +15,7 @@ from gradwire.errors import (
     Cancelled,
     ConnectFailed,
     DeadlineExceeded,
+    ForkedProcess,
     GradwireError,
     InternalError,
     LinkClosed,
@@ -167,6 +170,7 @@ class Session(Link):
         self._saved_bytes = 0
         self._ended: GradwireError | None = None
         self._end_callbacks: list[Callable[[Link], None]] = []
+        _live.add(self)
 
     # -- sending requests
 
@@ -207,9 +211,12 @@ class Session(Link):
 
     def _withdraw(self, handle: int, call: OutboundCall) -> None:
         with self._lock:
-            self._native.withdraw(time.monotonic(), handle)
-            self._wake()
+            if self._ended is None:
+                self._native.withdraw(time.monotonic(), handle)
+                self._wake()
         call.let_go()
+        if self._ended is not None:
+            return
         self._flush()
         self.handle(most_requests=0)
 
@@ -530,6 +537,7 @@ class Session(Link):
     def _on_disconnected(self, event: native.Event) -> None:
         stream = self._stream
         if isinstance(stream, SocketStream) and stream.number == event.id:
+            stream.lacked_descriptors = event.flag
             stream.on_cut(stream, event.body.decode())
 
     def _on_broken(self, event: native.Event) -> None:
@@ -574,6 +582,15 @@ class Session(Link):
         call_each(call.cancel for call in inbound.values())
         call_each(partial(callback, self) for callback in callbacks)
 
+    def leave_to_parent(self) -> None:
+        """In a forked process: the session, and what carries it, are the parent's. Threads that do not exist
+        here may hold its locks, and those of the native session, which is not used any more."""
+        self._lock = threading.RLock()
+        self._delivered = threading.Condition(self._lock)
+        self._stream, self._has_socket = None, False
+        self._inbound, self._end_callbacks, self._timer = {}, [], None
+        self._ended = self._ended or ForkedProcess("the link is that of the process which forked this one")
+
     @property
     def connected(self) -> bool:
         return self._stream is not None and self._ended is None
@@ -617,6 +634,17 @@ _HANDLERS = {
     native.DISCONNECTED: Session._on_disconnected,
     native.BROKEN: Session._on_broken,
 }
+
+
+_live: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for session in list(_live):
+        session.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _views(attachments: Sequence[Sendable]) -> list[memoryview]:

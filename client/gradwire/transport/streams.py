@@ -49,9 +49,11 @@ class GrpcStream:
         return self
 
     def __next__(self) -> bytes:
-        if self._first:
-            return self._first.pop(0)
-        while not self.closed:
+        while True:
+            if self._first:
+                return self._first.pop(0)
+            if self.closed:
+                break
             data = self._session.take_output(self)
             if data:
                 return data
@@ -66,6 +68,8 @@ class SocketStream:
 
     number = 0
     """Of the socket, once the session is attached to it."""
+    lacked_descriptors = False
+    """Whether it was cut because this process had no descriptor left for shared memory."""
 
     def __init__(
         self,

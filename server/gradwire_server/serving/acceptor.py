@@ -38,6 +38,9 @@ __all__ = ["SessionAcceptor"]
 
 log = logging.getLogger("gradwire.server.links")
 
+_AVOID_SAME_HOST_SECONDS = 60.0
+"""How long no unix socket is offered after there was no descriptor left for shared memory."""
+
 _OFFERS = {"same_host": same_host.offer, "direct": direct.offer}
 
 
@@ -87,6 +90,7 @@ class SessionAcceptor:
         self._closed = False
         self._listeners: dict[str, SocketListener | None] = {}
         """Each opened for the first client that could use it; None if that failed."""
+        self._avoids_same_host_until = 0.0
 
     @property
     def sessions(self) -> list[Session]:
@@ -174,7 +178,8 @@ class SessionAcceptor:
     def _listeners_for(self, hello: link_pb2.Hello) -> dict[str, SocketListener]:
         """Those whose sockets a client may be offered, by the name of the offer in Welcome."""
         wanted: dict[str, Callable[[], SocketListener | None]] = {}
-        if hello.same_host and self._settings.same_host:
+        avoids_same_host = time.monotonic() < self._avoids_same_host_until
+        if hello.same_host and self._settings.same_host and not avoids_same_host:
             wanted["same_host"] = lambda: same_host.listen(self._on_handshake)
         if hello.direct and self._settings.direct and self.direct_address is not None:
             address = self.direct_address
@@ -192,9 +197,7 @@ class SessionAcceptor:
         accepted, parent = purpose
         if connection.family != socket.AF_UNIX:
             direct.prepare(connection, self._settings)
-        stream = SocketStream(
-            connection, lambda *_: self._leave(accepted, parent), is_accepted=True, parent=parent
-        )
+        stream = SocketStream(connection, partial(self._on_cut, accepted), is_accepted=True, parent=parent)
         with self._lock:
             if accepted.stream is not parent or not accepted.is_choosing or self._closed:
                 raise ConnectionAbortedError("the client has reconnected, or uses the stream")
@@ -281,6 +284,13 @@ class SessionAcceptor:
             stream.close()
             with self._lock:
                 self._readers.discard(threading.current_thread())
+
+    def _on_cut(self, accepted: _Accepted, stream: SocketStream, reason: str) -> None:
+        del reason
+        if stream.lacked_descriptors:  # the next one would be cut again
+            self._avoids_same_host_until = time.monotonic() + _AVOID_SAME_HOST_SECONDS
+        assert stream.parent is not None
+        self._leave(accepted, stream.parent)
 
     def _leave(self, accepted: _Accepted, stream: GrpcStream) -> None:
         session = accepted.session
