@@ -26,7 +26,7 @@ SOMETIMES = {
         "GraphSegments.reached_by",
     ),
     *("gradients.decode_gradients", "serving._encode_contributions", "serving._run_or_suspend"),
-    *("Gathering.add", "hooks.run_waiting_hooks", "Scope.cancel_with_caller"),
+    *("Gathering.add", "hooks.run_waiting_hooks", "ParameterAccess.read", "Scope.cancel_with_caller"),
     "GrpcStream.__next__",
 }
 """What a plain call and its backward do not need, or need earlier for another reason."""
