@@ -3,7 +3,8 @@
 ``python -m benchmarks.against 52e96dd`` checks the other version out into a temporary folder. The ratio of a
 case is the median over all rounds of this version's time by the other's in the same round.
 
-``--network`` measures both over TCP, ``--set NAME=VALUE`` changes the environment of this version.
+``--network`` measures both over TCP, ``--grpc`` over gRPC streams alone, ``--only TEXT`` the cases whose name
+contains this. ``--set NAME=VALUE`` changes the environment of this version.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ ROUND_SECONDS = 0.1
 class Trainer:
     """A trainer process of one version, with a worker process of the same version."""
 
-    def __init__(self, root: Path, same_host: bool, stack: ExitStack, settings: dict[str, str]) -> None:
+    def __init__(self, root: Path, carrier: str, stack: ExitStack, settings: dict[str, str]) -> None:
         path = os.pathsep.join([str(root / "client"), str(root / "server")])
         self._environment = {**os.environ, **settings, "PYTHONPATH": path}
         worker = stack.enter_context(self._member("serve"))
         address = _line(worker)
-        self._process = stack.enter_context(self._member("train", address, str(int(same_host))))
+        self._process = stack.enter_context(self._member("train", address, carrier))
         self.cases = _line(self._process).split("|")
 
     @contextmanager
@@ -88,7 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__)
     parser.add_argument("ref", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--network", action="store_true", help="over TCP, not around the network")
+    carriers = parser.add_mutually_exclusive_group()
+    carriers.add_argument("--network", action="store_true", help="over TCP, not around the network")
+    carriers.add_argument("--grpc", action="store_true", help="over gRPC streams alone")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
     parser.add_argument(
         "--set",
         action="append",
@@ -98,11 +102,12 @@ def main() -> None:
     )
     options = parser.parse_args()
     settings = dict(assignment.split("=", 1) for assignment in options.set)
+    carrier = "grpc" if options.grpc else "tcp" if options.network else "same-host"
     table = Table("case", "other", "this", "ratio", "quartiles of the ratio")
     with ExitStack() as stack:
-        other = Trainer(stack.enter_context(checked_out(options.ref)), not options.network, stack, {})
-        this = Trainer(ROOT, not options.network, stack, settings)
-        for case in this.cases:
+        other = Trainer(stack.enter_context(checked_out(options.ref)), carrier, stack, {})
+        this = Trainer(ROOT, carrier, stack, settings)
+        for case in filter(lambda name: options.only in name, this.cases):
             count = max(int(ROUND_SECONDS / min(this.seconds(case, 5), other.seconds(case, 5))), 1)
             pairs = []
             for number in range(options.rounds):

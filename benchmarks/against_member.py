@@ -1,5 +1,5 @@
 """A worker or a trainer of one version of gradwire, for `benchmarks.against`. Uses public names alone, so
-that any version can run it: ``against_member.py serve`` or ``against_member.py train ADDRESS SAME_HOST``."""
+that any version can run it: ``against_member.py serve`` or ``against_member.py train ADDRESS CARRIER``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,6 +16,11 @@ import gradwire as gw
 import gradwire_server as gws
 
 STEPS = 20
+CARRIERS: dict[str, dict[str, Any]] = {
+    "same-host": {},
+    "tcp": {"same_host": False},
+    "grpc": {"same_host": False, "direct": False},
+}
 
 
 class Cell(torch.nn.Module):
@@ -37,12 +44,18 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
+def echo(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def cases(worker: gw.RemoteWorker) -> dict[str, Callable[[], None]]:
     small = torch.ones(16)
     layer = worker.create("Linear", 16, 16)
     optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [layer], lr=1e-3)
     cell = worker.create("Cell")
     large = torch.ones(1 << 18)
+    sizes = {"64 KB": 1 << 14, "256 KB": 1 << 16, "1 MB": 1 << 18, "16 MB": 1 << 22, "64 MB": 1 << 24}
+    tensors = {name: torch.ones(size) for name, size in sizes.items()}
 
     def backward(x: torch.Tensor) -> None:
         worker.double(x.clone().requires_grad_()).sum().backward()
@@ -55,6 +68,10 @@ def cases(worker: gw.RemoteWorker) -> dict[str, Callable[[], None]]:
     def many_calls() -> None:
         x = small.clone().requires_grad_()
         torch.stack([worker.double(x) for _ in range(STEPS)]).sum().backward()  # type: ignore[no-untyped-call]
+
+    def in_flight() -> None:
+        for future in [worker.call_async("double", small) for _ in range(200)]:
+            future.result()
 
     def recurrent(feedback: bool) -> None:
         cell.reset()
@@ -69,6 +86,8 @@ def cases(worker: gw.RemoteWorker) -> dict[str, Callable[[], None]]:
         "small call": lambda: worker.double(small),
         "forward + backward": lambda: backward(small),
         "with a step": step,
+        "200 calls in flight": in_flight,
+        **{f"echo of {name}": partial(worker.call, "echo", x) for name, x in tensors.items()},
         "1 MB forward + backward": lambda: backward(large),
         f"{STEPS} calls, one backward": many_calls,
         f"kept state, {STEPS} steps": lambda: recurrent(False),
@@ -76,8 +95,9 @@ def cases(worker: gw.RemoteWorker) -> dict[str, Callable[[], None]]:
     }
 
 
-def train(address: str, same_host: bool) -> None:
-    with gw.connect(address, same_host=same_host) as worker:
+def train(address: str, carrier: str) -> None:
+    gw.tune_malloc()
+    with gw.connect(address, **CARRIERS[carrier]) as worker:
         made = cases(worker)
         print("|".join(made), flush=True)
         for line in sys.stdin:
@@ -92,7 +112,7 @@ def train(address: str, same_host: bool) -> None:
 
 
 def serve() -> None:
-    with gws.Worker(double, Cell, torch.nn.Linear) as worker:
+    with gws.Worker(double, echo, Cell, torch.nn.Linear) as worker:
         print(worker.address, flush=True)
         sys.stdin.read()  # until the coordinator closes it
 
@@ -102,4 +122,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve()
     else:
-        train(sys.argv[2], sys.argv[3] == "1")
+        train(sys.argv[2], sys.argv[3])

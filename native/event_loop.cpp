@@ -86,14 +86,25 @@ void EventLoop::remove(Socket& socket) {
   std::lock_guard lock(mutex_);
   if (socket.is_watched_.exchange(false)) epoll_ctl(epoll_, EPOLL_CTL_DEL, socket.descriptor, nullptr);
   sockets_.erase(socket.number);
-  if (!sockets_.empty()) return;
+  let_threads_go();
+}
+
+void EventLoop::add_fed(int more) {
+  std::lock_guard lock(mutex_);
+  fed_ += more;
+  let_threads_go();
+}
+
+// If there is nothing left for them to wait for. The lock is held.
+void EventLoop::let_threads_go() {
+  if (has_links()) return;
   wake_leader();
   leader_is_wanted_.notify_all();
 }
 
-bool EventLoop::has_sockets() {
+bool EventLoop::is_used() {
   std::lock_guard lock(mutex_);
-  return !sockets_.empty();
+  return has_links();
 }
 
 bool EventLoop::trim(Seconds seconds) {
@@ -110,7 +121,7 @@ bool EventLoop::trim(Seconds seconds) {
 
 bool EventLoop::needs_thread() {
   std::lock_guard lock(mutex_);
-  return !sockets_.empty() && !is_polling_ && !idle_;
+  return has_links() && !is_polling_ && !idle_;
 }
 
 void EventLoop::unwatch(Socket& socket) {
@@ -179,7 +190,7 @@ EventLoop::Work EventLoop::next() {
   if (leader_ == me) busy_since_ = NEVER;
   Seconds waits_until = monotonic_now() + SPARE;
   while (true) {
-    if (sockets_.empty() && ready_.empty()) {
+    if (!has_links() && ready_.empty()) {
       if (leader_ == me) leader_ = {};
       leader_is_wanted_.notify_all();  // the others are not needed any more, either
       return {};
@@ -206,7 +217,7 @@ EventLoop::Work EventLoop::next() {
 void EventLoop::lead(std::unique_lock<std::mutex>& lock) {
   write_waiting(lock);
   // Without the lock, others may have brought what nobody would wake this thread for: it was not polling.
-  bool may_wait = ready_.empty() && unwritten_.empty() && !sockets_.empty();
+  bool may_wait = ready_.empty() && unwritten_.empty() && has_links();
   epoll_event events[MOST_EVENTS];
   is_polling_ = may_wait;
   lock.unlock();
@@ -246,7 +257,7 @@ bool EventLoop::is_leader() {
 
 void EventLoop::about_to_block() {
   std::lock_guard lock(mutex_);
-  if (leader_ == std::this_thread::get_id() && (sockets_.size() > 1 || !ready_.empty())) hand_over();
+  if (leader_ == std::this_thread::get_id() && (sockets_.size() + fed_ > 1 || !ready_.empty())) hand_over();
 }
 
 // The leader only finishes what it handles. The lock is held.

@@ -31,10 +31,13 @@ class EventLoop {
   // From now on the loop knows a socket. It watches an accepted one at once.
   void add(const std::shared_ptr<Link>& link, const std::shared_ptr<Socket>& socket);
   void remove(Socket& socket);
-  bool has_sockets();
+  // There is one more link, or one less, that others read (Link::feed): the loop has threads for its events.
+  void add_fed(int more);
+  // Whether there are links whose events may be for the loop.
+  bool is_used();
   // Frees shared memory of all links that was not used for so long. Returns whether there is other unused memory.
   bool trim(Seconds seconds);
-  // Whether there are sockets, and no thread waits for them: all handle something, or there is none.
+  // Whether it is used, and no thread waits: all handle something, or there is none.
   bool needs_thread();
   // The socket is to be read or written, and no caller does: it is watched at once if `is_needed`, else soon, unless
   // another caller reads it before.
@@ -48,7 +51,7 @@ class EventLoop {
   };
   // Waits until a link has events.
   Work next();
-  // The link has more events than the thread handles that got it from `next`.
+  // The link has events, or more of them than the thread handles that got it from `next`.
   void put_back(std::shared_ptr<Link> link);
   // The calling thread, which got a link from `next`, is about to wait for something.
   void about_to_block();
@@ -68,7 +71,9 @@ class EventLoop {
   void watch(Socket& socket);
   void wake_leader();
   void hand_over();
+  void let_threads_go();
   bool has_more_to_do();
+  bool has_links() const { return !sockets_.empty() || fed_ > 0; }
   void keep_watchdog_awake();
   void run_watchdog();
 
@@ -80,6 +85,7 @@ class EventLoop {
   std::mutex mutex_;
   int epoll_, wake_;
   std::unordered_map<uint64_t, Known> sockets_;  // by number
+  int fed_ = 0;                                  // how many links others read
   std::deque<std::shared_ptr<Link>> ready_;      // links with events
   std::vector<std::weak_ptr<Link>> unwritten_;
   Seconds polled_at_ = 0;

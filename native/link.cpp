@@ -149,6 +149,8 @@ void Link::collect_events() {
     events_.push_back({});
     events_.back().kind = Event::Kind::timer;
   }
+  if (session_.has_ended())
+    for (auto& [_, waiter] : waiters_) wake(*waiter);
   if (!session_.has_events()) return;
   for (Event& event : session_.take_events()) {
     if (is_outcome(event.kind))
@@ -207,6 +209,7 @@ bool Link::has_more_than_requests() const {
 }
 
 bool Link::take_events(CallHandle call, size_t most_requests, std::vector<Event>& taken) {
+  Cookie owner;  // released after the lock
   std::lock_guard lock(mutex_);
   collect_events();
   bool is_enough = false;
@@ -224,7 +227,51 @@ bool Link::take_events(CallHandle call, size_t most_requests, std::vector<Event>
       kept++;
     }
   events_.erase(kept, events_.end());
+  if (events_.empty() && !socket_ && !is_fed_) owner = std::move(owner_);
   return has_something_for(call);
+}
+
+// -- Link: a stream that others read and write
+
+void Link::attach(Seconds now, Cookie owner) {
+  EventLoop& loop = EventLoop::instance();  // may throw
+  disconnect();
+  loop.add_fed(1);
+  bool has_events;
+  {
+    std::lock_guard lock(mutex_);
+    is_fed_ = true;
+    is_deaf_ = false;
+    owner_ = std::move(owner);
+    session_.attach(now);
+    collect_events();
+    has_events = has_something_for(0);
+  }
+  if (has_events) loop.put_back(shared_from_this());
+}
+
+bool Link::feed(Bytes bytes) {
+  bool has_events, has_output;
+  {
+    std::lock_guard lock(mutex_);
+    if (!is_fed_ || is_deaf_) return false;
+    Seconds next = session_.next_tick();
+    Event event;
+    try {
+      session_.receive(monotonic_now(), bytes);
+      event.kind = Event::Kind::timer;
+    } catch (const std::exception& error) {
+      is_deaf_ = true;
+      event.kind = Event::Kind::broken;
+      event.body = error.what();
+    }
+    collect_events();
+    if (is_deaf_ || session_.next_tick() < next) events_.push_back(std::move(event));
+    has_output = session_.has_output();
+    has_events = has_something_for(0);
+  }
+  if (has_events) EventLoop::instance().put_back(shared_from_this());
+  return has_output;
 }
 
 // -- Link: the socket
@@ -252,14 +299,20 @@ void Link::connect(std::shared_ptr<Socket> socket, Cookie owner, uint64_t max_sh
 void Link::disconnect() {
   std::shared_ptr<Socket> socket;
   Cookie owner;  // released after the lock
+  bool was_fed, has_events;
   {
     std::lock_guard lock(mutex_);
     session_.detach();
     socket = std::exchange(socket_, nullptr);
-    owner = std::move(owner_);
-    if (!socket) return;
-    for (auto& [_, waiter] : waiters_) waiter->is_reading ? socket->wake_reader() : waiter->woken.notify_one();
+    has_events = is_fed_ && has_something_for(0);
+    if (!has_events) owner = std::move(owner_);  // else `take_events` does so
+    was_fed = std::exchange(is_fed_, false);
+    for (auto& [_, waiter] : waiters_) socket && waiter->is_reading ? socket->wake_reader() : waiter->woken.notify_one();
   }
+  auto self = weak_from_this().lock();  // null in the destructor
+  if (has_events && self) EventLoop::instance().put_back(std::move(self));
+  if (was_fed) EventLoop::instance().add_fed(-1);
+  if (!socket) return;
   socket->is_over_ = true;
   socket->shut_down();
   EventLoop::instance().remove(*socket);
@@ -360,11 +413,11 @@ Link::Waited Link::wait(CallHandle call, Seconds until) {
       result = Waited::events;
     } else if (!session_.is_open(call)) {
       result = Waited::settled;
-    } else if (!socket || socket->is_over_ || socket->is_accepted) {
+    } else if (socket ? socket->is_over_ || socket->is_accepted : !is_fed_) {
       result = Waited::unread;
     } else if (monotonic_now() >= until) {
       result = Waited::interrupted;
-    } else if (socket->is_read_by_caller_) {
+    } else if (!socket || socket->is_read_by_caller_) {
       me.woken.wait_for(lock, std::chrono::duration<double>(until - monotonic_now()));
       continue;
     } else {
@@ -391,7 +444,9 @@ Link::Waited Link::wait(CallHandle call, Seconds until) {
   if (waiters_.empty()) left = socket_;  // also if another thread has read it, and expected this one to go on
   else if (Waiter& next = *waiters_.begin()->second; !next.is_reading) next.woken.notify_one();  // it reads now
   bool is_needed = left && (in_background_ > 0 || left->is_full_);
+  bool leaves_events = is_fed_ && result == Waited::interrupted && has_something_for(0);
   lock.unlock();
+  if (leaves_events) EventLoop::instance().put_back(shared_from_this());
   if (left) EventLoop::instance().left(*left, is_needed);
   return result;
 }

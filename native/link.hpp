@@ -99,6 +99,14 @@ class Link : public std::enable_shared_from_this<Link> {
   // Does what is due. From then on `timer` is reported again.
   void tick(Seconds now);
 
+  // -- a stream that others read and write, as gRPC does
+
+  // Continues over such a stream. `owner` is what EventLoop::next leads to.
+  void attach(Seconds now, Cookie owner);
+  // Takes bytes that were read, and leaves to the event loop what no caller waits for. Returns whether there is
+  // something to write.
+  bool feed(Bytes bytes);
+
   // -- the socket
 
   // Continues over a socket. `owner` is what EventLoop::next leads to. A unix socket may have so many bytes of shared
@@ -117,10 +125,11 @@ class Link : public std::enable_shared_from_this<Link> {
   enum class Waited {
     events,       // there is something to handle
     settled,      // there is no such call any more
-    unread,       // it is not for this thread to read, or there is no socket
+    unread,       // it is not for this thread to read, or there is no connection
     interrupted,  // by the time, or a signal
   };
-  // Waits until there is something to handle, at best the outcome of the call. Reads the socket meanwhile.
+  // Waits until there is something to handle, at best the outcome of the call. Reads the socket meanwhile; if there is
+  // none, others read what carries the session.
   Waited wait(CallHandle call, Seconds until);
   // How many threads wait otherwise, so that the event loop has to read: `more` is 1 or -1.
   void read_in_background(int more);
@@ -161,6 +170,8 @@ class Link : public std::enable_shared_from_this<Link> {
   FairMutex mutex_;
   Session session_;
   std::shared_ptr<Socket> socket_;
+  bool is_fed_ = false;   // there is a stream that others read
+  bool is_deaf_ = false;  // what comes over it broke the protocol
   Cookie owner_;
   Seconds reported_tick_ = NEVER;
   int in_background_ = 0;

@@ -246,6 +246,9 @@ constexpr std::pair<const char*, Event::Kind> KINDS[] = {
 
 // -- Session
 
+// To copy more takes longer than the interpreter's lock takes to be given up.
+constexpr size_t LARGE_BYTES = 64 * 1024;
+
 struct PySession {
   PyObject_HEAD
   std::shared_ptr<Link> value;
@@ -451,8 +454,16 @@ PyObject* session_reject(PyObject* self, PyObject* args) {
 
 PyObject* session_attach(PyObject* self, PyObject* args) {
   double now;
-  return method(
-      self, args, "d", [&](Session& session) { return session.attach(now), none(); }, &now);
+  PyObject* owner = nullptr;
+  return link_method(
+      self, args, "d|O",
+      [&](Link& link) {
+        if (!owner) return use(link).session().attach(now), none();
+        Cookie kept = cookie(owner);
+        without_gil([&] { return link.attach(now, std::move(kept)), 0; });
+        return none();
+      },
+      &now, &owner);
 }
 
 PyObject* session_detach(PyObject* self, PyObject* args) {
@@ -460,12 +471,14 @@ PyObject* session_detach(PyObject* self, PyObject* args) {
 }
 
 PyObject* session_take_output(PyObject* self, PyObject* args) {
-  Py_ssize_t small_bytes = 256 * 1024;
+  Py_ssize_t small_bytes = 256 * 1024, bulk_bytes = 0;
+  PyObject* before = nullptr;
   return link_method(
-      self, args, "|n",
+      self, args, "|nnS",
       [&](Link& link) {
-        Output output = use(link).session().take_output(static_cast<size_t>(small_bytes));
-        Ref joined(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(output.size)));
+        std::string_view begin = before ? bytes(before) : std::string_view();
+        Output output = use(link).session().take_output(static_cast<size_t>(small_bytes), static_cast<size_t>(bulk_bytes));
+        Ref joined(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(begin.size() + output.size)));
         if (!joined) {
           // Without these bytes, what follows would make no sense to the other peer.
           use(link).session().detach();
@@ -474,13 +487,18 @@ PyObject* session_take_output(PyObject* self, PyObject* args) {
         char* to;
         Py_ssize_t size;
         check(PyBytes_AsStringAndSize(joined.get(), &to, &size));
-        for (const Output::Piece& piece : output.pieces) {
-          std::memcpy(to, piece.data, piece.size);
-          to += piece.size;
-        }
+        auto join = [&] {
+          to = std::copy(begin.begin(), begin.end(), to);
+          for (const Output::Piece& piece : output.pieces) {
+            std::memcpy(to, piece.data, piece.size);
+            to += piece.size;
+          }
+          return 0;
+        };
+        output.size > LARGE_BYTES ? without_gil(join) : join();
         return joined.release();
       },
-      &small_bytes);
+      &small_bytes, &bulk_bytes, &before);
 }
 
 PyObject* session_receive(PyObject* self, PyObject* args) {
@@ -511,6 +529,25 @@ PyObject* session_receive(PyObject* self, PyObject* args) {
         return none();
       },
       &now, &data, &in_place);
+}
+
+// Without the interpreter's lock if there is much to copy.
+PyObject* session_feed(PyObject* self, PyObject* args) {
+  Py_buffer data;
+  return link_method(
+      self, args, "y*",
+      [&](Link& link) {
+        struct Release {
+          Py_buffer& buffer;
+          ~Release() { PyBuffer_Release(&buffer); }
+        } release{data};
+        Bytes bytes{static_cast<const uint8_t*>(data.buf), static_cast<size_t>(data.len)};
+        auto feed = [&] { return link.feed(bytes); };
+        if (bytes.size() > LARGE_BYTES) return PyBool_FromLong(without_gil(feed));
+        locked(link).unlock();  // the next line waits for no longer than it takes to run
+        return PyBool_FromLong(feed());
+      },
+      &data);
 }
 
 PyObject* session_tick(PyObject* self, PyObject* args) {
@@ -661,6 +698,7 @@ PyMethodDef session_methods[] = {
     {"detach", session_detach, METH_VARARGS, "The connection was cut."},
     {"take_output", session_take_output, METH_VARARGS, "The bytes to write next."},
     {"receive", session_receive, METH_VARARGS, "Takes bytes that were read."},
+    {"feed", session_feed, METH_VARARGS, "Takes bytes that were read from a stream; returns whether to write."},
     {"tick", session_tick, METH_VARARGS, "Does what is due."},
     {"close", session_close, METH_VARARGS, "Ends the session, and tells the other peer."},
     {"end", session_end, METH_VARARGS, "Ends the session."},
@@ -678,6 +716,7 @@ PyMethodDef session_methods[] = {
 PyGetSetDef session_properties[] = {
     {"attached", session_property<&Session::is_attached>, nullptr, "Whether there is a connection.", nullptr},
     {"has_output", session_property<&Session::has_output>, nullptr, "Whether there is something to write.", nullptr},
+    {"heard_goodbye", session_property<&Session::heard_goodbye>, nullptr, "Whether the peer has ended the session.", nullptr},
     {"ended", session_property<&Session::has_ended>, nullptr, "Whether the session has ended.", nullptr},
     {"all_delivered", session_property<&Session::all_delivered>, nullptr, "Whether all responses with attachments are acknowledged.", nullptr},
     {"next_tick", session_next_tick, nullptr, "When `tick` has something to do; None: not as it is.", nullptr},
@@ -721,8 +760,8 @@ PyObject* next_work(PyObject*, PyObject*) {
   });
 }
 
-PyObject* has_sockets(PyObject*, PyObject*) {
-  return guarded(protocol_error, [] { return PyBool_FromLong(EventLoop::instance().has_sockets()); });
+PyObject* is_used(PyObject*, PyObject*) {
+  return guarded(protocol_error, [] { return PyBool_FromLong(EventLoop::instance().is_used()); });
 }
 
 PyObject* needs_thread(PyObject*, PyObject*) {
@@ -742,7 +781,7 @@ PyObject* after_fork(PyObject*, PyObject*) {
 
 PyMethodDef functions[] = {
     {"next_work", next_work, METH_NOARGS, "Waits for a session with events that no caller reads."},
-    {"has_sockets", has_sockets, METH_NOARGS, "Whether any session has a socket."},
+    {"is_used", is_used, METH_NOARGS, "Whether any session has a connection that next_work may lead to."},
     {"needs_thread", needs_thread, METH_NOARGS, "Whether one more thread should call next_work."},
     {"about_to_block", about_to_block, METH_NOARGS, "The calling thread is about to wait."},
     {"after_fork", after_fork, METH_NOARGS, "Forgets the event loop of the parent process."},

@@ -22,6 +22,8 @@ constexpr size_t MOST_ACKNOWLEDGEMENTS = 32;
 constexpr size_t HUGE_PAGES_FROM = 1 << 20;
 // Smaller pieces of a chunk are not worth a read of their own.
 constexpr size_t SMALLEST_PLACE = 4096;
+// After a small frame has come between chunks, others are expected to for so many outputs.
+constexpr int BUSY_OUTPUTS = 64;
 constexpr Seconds SHORTEST_PAUSE = 0.01, LONGEST_PAUSE = 5;
 // A deadline that passes while the request is written: to the other peer, 0 would mean none.
 constexpr Seconds SHORTEST_TIMEOUT = 1e-3;
@@ -530,7 +532,7 @@ bool Session::has_output() const {
                        (shared_ && shared_->has_urgent_news()));
 }
 
-Output Session::take_output(size_t small_bytes) {
+Output Session::take_output(size_t small_bytes, size_t bulk_bytes) {
   Output output;
   if (!has_output()) return output;
   if (!to_acknowledge_.empty()) {
@@ -545,11 +547,14 @@ Output Session::take_output(size_t small_bytes) {
     waiting_.pop_front();
     if (packet->dropped) continue;
     packet->taken = true;
+    if (!packet->transfer && !transfers_.empty()) busy_outputs_ = BUSY_OUTPUTS;
     if (packet->transfer) transfers_.push_back(std::move(*packet->transfer)), packet->transfer.reset();
     add_packet(output, std::move(packet));
   }
   if (shared_) add_news_of_segments(output);
   if (!transfers_.empty()) add_attachments(output);
+  if (busy_outputs_ > 0) busy_outputs_--, bulk_bytes = 0;
+  while (!transfers_.empty() && output.size < bulk_bytes) add_attachments(output);
   statistics_.sent_bytes += output.size;
   return output;
 }

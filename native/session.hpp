@@ -6,7 +6,8 @@
 // What it guarantees, however often the connection is cut:
 // - a request that its requester has not given up is served once, and its response arrives once;
 // - messages from a peer are complete or not there; nobody sees a part of an attachment;
-// - small messages wait for one chunk of another one's attachments at most (bodies are not cut into chunks).
+// - small messages wait for one chunk of another one's attachments at most (bodies are not cut into chunks), or, where
+//   the driver asks for more at once and none came for a while, for as many.
 //
 // How:
 // - Both peers number their requests from 1, and requests are sent in the order of their numbers. So a request
@@ -178,8 +179,9 @@ class Session {
   bool is_attached() const { return attached_; }
 
   bool has_output() const;
-  // The bytes to write next: small frames up to about `small_bytes`, and one chunk. This is where `check` happens.
-  Output take_output(size_t small_bytes = 256 * 1024);
+  // The bytes to write next: small frames up to about `small_bytes`, and one chunk; more chunks up to about `bulk_bytes`
+  // if no small frame has come between chunks for a while. This is where `check` happens.
+  Output take_output(size_t small_bytes = 256 * 1024, size_t bulk_bytes = 0);
 
   // Takes bytes that were read; without a connection, they are of an earlier one and ignored. Throws ProtocolError,
   // after which the session is to be closed.
@@ -207,6 +209,7 @@ class Session {
   // The cookies of the calls whose response is awaited.
   std::vector<Cookie> open_calls() const;
   bool has_ended() const { return ended_; }
+  bool heard_goodbye() const { return heard_goodbye_; }
 
   bool has_events() const { return !events_.empty(); }
   std::vector<Event> take_events();
@@ -331,6 +334,7 @@ class Session {
 
   // Output: frames, and messages of which attachments are being sent.
   std::deque<std::shared_ptr<Packet>> waiting_;
+  int busy_outputs_ = 0;  // for so many, small frames are expected between chunks
   std::list<Transfer> transfers_;  // a list, unlike a deque, may be of a type that is not complete here
   struct Unconfirmed {
     Key key;

@@ -341,7 +341,6 @@ class Worker:
         call_each(other._serve_callbacks for other in list(_running))
         self._peer.close()
         ended = _stop_server(server)
-        self._acceptor.join(_GOODBYE_SECONDS)
         # Idle threads end at once. A thread in a function that does not return is not waited for.
         self._streams_pool.shutdown(wait=ended)
         self._peer.pool.shutdown(wait=idle)

@@ -153,5 +153,4 @@ def serving(
     finally:
         acceptor.close()
         server.stop(1.0).wait(SECONDS)
-        acceptor.join(SECONDS)
         pool.shutdown()

@@ -602,10 +602,9 @@ def eventually(condition: Callable[[], bool]) -> None:
 def wait_until_nothing_is_kept(worker: gws.Worker) -> None:
     """Of clients, but for one's lease."""
     eventually(lambda: worker._acceptor._accepted == {})
-    eventually(lambda: worker._acceptor._readers == set())
     eventually(lambda: worker._acceptor._budget.used == 0)
     eventually(lambda: worker._scheduler.unfinished == 0)
-    eventually(lambda: not native.has_sockets())
+    eventually(lambda: not native.is_used())
 
 
 def statistics(worker: gws.Worker) -> dict[str, int]:

@@ -3,7 +3,7 @@
 `Link` is the seam; `GrpcLink` and `InProcessLink` are its implementations.
 """
 
-from gradwire.transport import direct, faults, frames, handshake, same_host
+from gradwire.transport import direct, faults, frames, grpc_messages, handshake, same_host
 from gradwire.transport.base import (
     Buffer,
     Handler,
@@ -44,6 +44,7 @@ __all__ = [
     "direct",
     "faults",
     "frames",
+    "grpc_messages",
     "handshake",
     "same_host",
 ]

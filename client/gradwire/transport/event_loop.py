@@ -1,4 +1,4 @@
-"""The threads that handle what arrives over sockets that no caller reads.
+"""The threads that handle what arrives over gRPC streams, and over sockets that no caller reads.
 
 `native/event_loop.cpp` has the loop. Each thread here waits for it (`native.next_work`), and handles what it
 finds on that very thread, until it finds more.
@@ -18,7 +18,7 @@ log = logging.getLogger("gradwire.link")
 
 
 class _Threads:
-    """The threads of the event loop, which reads the sockets that no caller reads."""
+    """The threads of the event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class _Threads:
             session, needs_thread = native.next_work()
             if session is None:
                 with self._lock:
-                    if self._count > 1 or not native.has_sockets():
+                    if self._count > 1 or not native.is_used():
                         self._count -= 1
                         return
                 continue
@@ -76,7 +76,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def start() -> None:
-    """To be called when a session has got a socket: starts a thread, unless one waits for sockets already."""
+    """To be called when a session has got a connection: starts a thread, unless one waits already."""
     _threads.start()
 
 

@@ -34,7 +34,7 @@ from gradwire.errors import (
 from gradwire.proto.v1 import link_pb2
 from gradwire.system.randomness import between, new_id
 from gradwire.system.timers import Timer, call_later
-from gradwire.transport import direct, faults, frames, same_host
+from gradwire.transport import direct, faults, frames, grpc_messages, same_host
 from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
 from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
 from gradwire.transport.session import Session
@@ -202,7 +202,7 @@ class GrpcLink(Session):
 
     def _open(self, channel: grpc.Channel, stream: GrpcStream, attempt: int) -> Any:
         """Opens a stream, which starts with Hello."""
-        stream.put(frames.envelope(link_pb2.Frame(hello=self._hello(attempt))))
+        stream.first.append(frames.envelope(link_pb2.Frame(hello=self._hello(attempt))))
         # Frames are encoded already, so gRPC gets no serializers.
         open_stream: Any = channel.stream_stream(LINK_METHOD)
         self._call = call = open_stream(iter(stream))
@@ -301,12 +301,10 @@ class GrpcLink(Session):
         try:
             if connection is None:
                 if welcome.HasField("same_host") or welcome.HasField("direct"):
-                    stream.put(frames.NOTHING)  # "the session goes over this stream"
-                    stream.wake()
-                name = f"gradwire-read-{self.target}"
-                reader = threading.Thread(target=self._read, args=(call, stream), name=name, daemon=True)
+                    stream.first.append(frames.NOTHING)  # "the session goes over this stream"
                 self.attach(stream)
-                reader.start()
+                self._flush()
+                reader = stream.read(call, grpc_messages.of_client(call), f"gradwire-read-{self.target}")
             else:
                 try:
                     self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
@@ -316,8 +314,9 @@ class GrpcLink(Session):
             self._connected.set()
             over.wait()
             if reader is not None:
-                # The last frame may be a goodbye. The reader handles it at once, unless it is stuck.
                 reader.join(_DRAIN_SECONDS)
+            if self._native.heard_goodbye:  # it is handled at once, unless a thread is stuck
+                self._ending.wait(_DRAIN_SECONDS)
         finally:
             self._is_attached = False
             self._cut()
@@ -351,18 +350,6 @@ class GrpcLink(Session):
             self._avoids_same_host_until = time.monotonic() + _AVOID_SAME_HOST_SECONDS
         self._break_reason = reason
         over.set()
-
-    def _read(self, call: Any, stream: GrpcStream) -> None:
-        """Reads the stream to its end, on a thread of its own."""
-        reason = "the worker closed the stream"
-        try:
-            for data in call:
-                self.receive_or_refuse(data, stream)
-        except grpc.RpcError as error:
-            reason = _explain(error, 0.0)
-        if self._ended is None and not stream.closed:
-            self._break_reason = self._break_reason or reason
-            self._cut()
 
 
 def _first_frame(call: Any) -> link_pb2.Frame:

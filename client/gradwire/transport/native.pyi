@@ -55,15 +55,15 @@ INTERRUPTED: int
 """By the time, or a signal."""
 
 def next_work() -> tuple[Any, bool]:
-    """Waits until a session has events that no caller handles. Returns what was given with `connect`, and
-    whether one more thread should call this. None instead of the former: there are threads enough, or no
-    sockets."""
+    """Waits until a session has events that no caller handles. Returns what was given with `connect` or
+    `attach`, and whether one more thread should call this. None instead of the former: there are threads
+    enough, or no connections."""
 
-def has_sockets() -> bool:
-    """Whether there is a session with a socket in this process."""
+def is_used() -> bool:
+    """Whether there is a session with a connection in this process that `next_work` may lead to."""
 
 def needs_thread() -> bool:
-    """Whether there are sockets, and no thread waits for them in `next_work`."""
+    """Whether there is such a session, and no thread waits in `next_work`."""
 
 def about_to_block() -> None:
     """The calling thread, which handles what it got from `next_work`, is about to wait."""
@@ -174,10 +174,18 @@ class Session:
         """The requester of a response gets the error instead; a request is withdrawn."""
 
     # The connection.
-    def attach(self, now: float, /) -> None: ...
+    def attach(self, now: float, owner: object = ..., /) -> None:
+        """Continues over a new connection. With an owner, what is read from it goes to `feed`, and
+        `next_work` returns the owner when there are events that no caller waits for."""
+
     def detach(self) -> None: ...
-    def take_output(self, small_bytes: int = ..., /) -> bytes: ...
+    def take_output(self, small_bytes: int = ..., bulk_bytes: int = 0, before: bytes = b"", /) -> bytes:
+        """What is to be written next, after `before`."""
+
     def receive(self, now: float, data: Buffer, in_place: bool = False, /) -> None: ...
+    def feed(self, data: Buffer, /) -> bool:
+        """Takes bytes that were read. Returns whether there is something to write."""
+
     @property
     def attached(self) -> bool: ...
     @property
@@ -189,6 +197,8 @@ class Session:
     def tick(self, now: float, /) -> None: ...
     def close(self, error: bytes | None = None, leaving: bool = False, /) -> None: ...
     def end(self) -> None: ...
+    @property
+    def heard_goodbye(self) -> bool: ...
     @property
     def ended(self) -> bool: ...
     @property

@@ -53,6 +53,11 @@ _RETRY_AFTER_SECONDS = 0.1
 _PATIENCE_SECONDS = 120.0
 """How long a request without a deadline is sent again and again if the other peer refuses it."""
 _ALL = 1 << 32
+_SMALL_BYTES = 64 * 1024
+"""Small frames, up to about this many bytes, go into one message of a gRPC stream."""
+_BULK_BYTES = 768 * 1024
+"""So do chunks of attachments up to about this many bytes, if no small frames come between them: gRPC takes
+as long for each message as for copying some 100 KB."""
 _LOOK_SECONDS = 0.1
 """How long a thread waits in C++ before it looks whether Ctrl-C was pressed."""
 
@@ -202,8 +207,6 @@ class Session(Link):
                 self._set_timer(now)
             future.handle = handle
             future.abandon = partial(self._withdraw, handle, call)
-            if not self._has_socket:
-                self._wake()
         if future.cancelled():
             self._withdraw(handle, call)  # it was cancelled before `abandon` was set
         self._flush(is_large=bool(views))
@@ -213,7 +216,6 @@ class Session(Link):
         with self._lock:
             if self._ended is None:
                 self._native.withdraw(time.monotonic(), handle)
-                self._wake()
         call.let_go()
         if self._ended is not None:
             return
@@ -221,8 +223,8 @@ class Session(Link):
         self.handle(most_requests=0)
 
     def read_for(self, future: ResponseFuture) -> None:
-        # Over gRPC, a thread of its own reads the stream.
-        while self._has_socket and not future.done():
+        # Over gRPC, others read, and wake this thread when the response is there.
+        while self._stream is not None and not future.done():
             waited = self._native.wait(future.handle, _LOOK_SECONDS)
             if waited == native.EVENTS:
                 # Handling must not stop halfway: it cannot be repeated, and the response may be another
@@ -240,7 +242,6 @@ class Session(Link):
         """Sets how many bytes of large requests the other peer accepts at a time; 0 means any number."""
         with self._lock:
             self._native.limit_window(time.monotonic(), max_bytes)
-            self._wake()
         self._flush()
 
     def check_size(self, body: bytes, attachments: Sequence[Sendable]) -> None:
@@ -274,15 +275,12 @@ class Session(Link):
         views = _views(attachments) if attachments else ()
         with self._lock:
             is_sent = self._native.respond(call.id, body, views, bool(views), attachments)
-            if not self._has_socket:
-                self._wake()
         self._flush_soon(is_large=bool(views))
         return is_sent
 
     def fail(self, call: InboundCall, error: link_pb2.Error) -> bool:
         with self._lock:
             is_sent = self._native.fail(call.id, error.SerializeToString())
-            self._wake()
         self._flush_soon()
         return is_sent
 
@@ -306,11 +304,11 @@ class Session(Link):
                     self.settings.max_shared_bytes if stream.is_local else 0,
                 )
                 self._stream, self._has_socket = stream, True
-                event_loop.start()
             else:
+                self._native.attach(time.monotonic(), self)
                 self._stream, stream.was_attached = stream, True
-                self._native.attach(time.monotonic())
                 self._wake()
+            event_loop.start()
         if previous is not None:
             previous.close()
 
@@ -327,66 +325,69 @@ class Session(Link):
             self._delivered.notify_all()
             return self._ended is None
 
+    def begin_output(self, stream: GrpcStream) -> bool:
+        """Whether there is something to write to a stream that is asleep. It no longer is then."""
+        with self._lock:
+            if not stream.is_asleep or self._stream is not stream:
+                return False
+            if not (stream.first or self._native.has_output):
+                return False
+            stream.is_asleep = False
+            return True
+
     def take_output(self, stream: GrpcStream) -> bytes | None:
         """What a stream is to write next; empty if there is nothing now, and None if nothing more comes."""
+        data = b""
         while True:
             with self._lock:
                 if self._stream is not stream:
-                    stream.is_asleep = not stream.was_attached
-                    return b"" if stream.is_asleep else None
-                data = self._native.take_output()
-                events = self._take_events()
-                if not data and not events:
-                    stream.is_asleep = self._ended is None
-                    return b"" if stream.is_asleep else None
+                    if stream.was_attached:
+                        return None
+                    stream.sleep()
+                    return b""
+                if not self._native.has_output:
+                    if data:
+                        return data
+                    if self._ended is not None:
+                        return None
+                    stream.sleep()
+                    return b""
+                data = self._native.take_output(_SMALL_BYTES, _BULK_BYTES, data)
+                events = self._take_events(most_requests=0)
             self._handle_events(events)
-            if data:
+            # After a check there is more to write, which had better go in the same message.
+            if len(data) > _SMALL_BYTES or (data and not events):
                 return data
 
-    def _wake(self) -> None:
-        """Wakes the thread that writes the stream if there is something to write. The lock is held."""
+    def _wake(self, *, at_the_end: bool = False) -> None:
+        """Has the stream's own thread write if there is something to write. The lock is held."""
         stream = self._stream
-        if isinstance(stream, GrpcStream) and stream.is_asleep and self._native.has_output:
-            # In this order: if Ctrl-C interrupts between the lines, the stream is woken once more.
+        if isinstance(stream, GrpcStream) and stream.is_asleep and (at_the_end or self._native.has_output):
             stream.wake()
             stream.is_asleep = False
 
     def _flush(self, *, is_large: bool = False) -> None:
-        """Writes to the socket, if there is one, what there is to write. The lock is not held."""
-        if self._has_socket and self._native.flush(is_large):
-            self.handle(most_requests=0)  # this thread may be serving one already
+        """Writes what there is to write. The lock is not held."""
+        if self._has_socket:
+            if self._native.flush(is_large):
+                self.handle(most_requests=0)  # this thread may be serving one already
+        elif isinstance(stream := self._stream, GrpcStream):
+            stream.flush()
 
     def _flush_soon(self, *, is_large: bool = False) -> None:
         """As `_flush`, but responses to requests that came together leave together."""
-        if self._has_socket and self._native.flush_soon(is_large):
+        if not self._has_socket:
+            self._flush()
+        elif self._native.flush_soon(is_large):
             self.handle(most_requests=0)
 
-    def receive(self, data: bytes, stream: GrpcStream) -> None:
-        """Handles data that was read from a stream. Raises if it breaks the protocol."""
-        broken: native.ProtocolError | None = None
+    def feed(self, data: bytes, stream: GrpcStream) -> None:
+        """Takes what was read from a stream. The event loop handles what no caller waits for."""
         with self._lock:
-            if self._stream is not stream:
-                return  # it was replaced; the other peer sends what matters again
-            try:
-                self._native.receive(time.monotonic(), data)
-            except native.ProtocolError as error:
-                broken = error
-            self._set_timer(time.monotonic())
-            events = self._take_events()
-        self._handle_events(events)  # of what came before the protocol was broken, too
-        if broken is not None:
-            raise ProtocolError(f"{self.peer}: {broken}", worker=str(self.peer)) from broken
-
-    def receive_or_refuse(self, data: bytes, stream: GrpcStream) -> None:
-        """Like `receive`, for threads that read a stream: an error ends the session, not the thread."""
-        try:
-            self.receive(data, stream)
-        except GradwireError as error:
-            log.warning("%s broke the protocol: %s", self.peer, error)
-            self.refuse(error)
-        except Exception as error:
-            log.exception("a frame from %s could not be handled", self.peer)
-            self.refuse(InternalError(f"a frame could not be handled: {error!r}"))
+            # Else it was replaced; the other peer sends what matters again.
+            has_output = self._stream is stream and self._native.feed(data)
+        if has_output:
+            stream.flush()
 
     def wait_until_delivered(self, timeout: float) -> bool:
         """Waits for the other peer to acknowledge all large responses, or to be unreachable. Returns
@@ -401,9 +402,6 @@ class Session(Link):
 
     def _take_events(self, handle: int = 0, most_requests: int = _ALL) -> list[native.Event]:
         """What has happened, for `_handle_events`. The lock is held."""
-        if not self._has_socket:
-            self._wake()
-            most_requests = _ALL  # there may be no thread of the event loop, to which the rest is left
         events = self._native.take_events(handle, most_requests)
         for event in events:
             if event.kind == native.REQUEST:
@@ -519,7 +517,6 @@ class Session(Link):
         else:
             with self._lock:
                 self._native.confirm(event.id)
-                self._wake()
         self._flush(is_large=True)
 
     def _on_goodbye(self, event: native.Event) -> None:
@@ -571,10 +568,7 @@ class Session(Link):
             if self._timer is not None:
                 self._timer.cancel()
             self._delivered.notify_all()
-            if isinstance(self._stream, GrpcStream):
-                # Whatever is left to write: the goodbye, or nothing.
-                self._stream.wake()
-                self._stream.is_asleep = False
+            self._wake(at_the_end=True)  # whatever is left to write: the goodbye, or nothing
         self._flush()
         self._handle_events(events)
         for call in calls:

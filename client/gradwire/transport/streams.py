@@ -2,65 +2,174 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Protocol
 
+import grpc
+
+from gradwire.system.interrupts import Uninterrupted
+from gradwire.transport.grpc_messages import Messages
+
 __all__ = ["GrpcStream", "SocketStream"]
+
+log = logging.getLogger("gradwire.link")
+
+_WRITTEN_AT_ONCE = 64 * 1024
+"""After a larger message the stream's own thread goes on: it takes long to copy, and all streams share
+gRPC's."""
 
 
 class Source(Protocol):
     """A session, as the stream that carries it sees it."""
 
+    def begin_output(self, stream: GrpcStream) -> bool:
+        """Whether there is something to write, and the stream is asleep. Then the calling thread writes."""
+
     def take_output(self, stream: GrpcStream) -> bytes | None:
         """What the stream is to write next; empty if there is nothing now, and None if nothing more comes."""
 
+    def feed(self, data: bytes, stream: GrpcStream) -> None:
+        """Takes what the stream has read."""
+
 
 class GrpcStream:
-    """What a session writes to a gRPC stream: an iterator over the writes.
+    """A session's end of a gRPC stream.
 
-    It ends when it is closed, or when the session has ended and everything is written.
+    It is the iterator over the writes, which a thread of gRPC's runs. With `Messages`, whoever has something
+    to write writes it while that thread sleeps, and gRPC's own thread reads; without, a thread is started to
+    read. One thread at a time has the right to write.
     """
 
     def __init__(self, session: Source) -> None:
         self._session = session
+        self._on_first: Callable[[], object] | None = None
+        self._messages: Messages | None = None
         self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._first: list[bytes] = []
+        self.first: list[bytes] = []
+        """What is written before anything of the session."""
+        self._is_iterators_turn = True
+        """Whether the iterator has the right to write."""
+        self._is_writing = False
+        """Whether `Messages` write."""
+        self._wrote_much = False
         self.is_asleep = False
-        """Whether the writing thread waits for `wake`. The session's lock guards it."""
+        """Whether nobody has the right to write. The session's lock guards it."""
         self.was_attached = False
         """Whether the session has been attached to it. Until then only what was put is written."""
         self.closed = False
 
-    def put(self, data: bytes) -> None:
-        """Adds something that is written before anything of the session."""
-        self._first.append(data)
+    # -- reading
+
+    def read(
+        self,
+        received: Iterator[bytes],
+        messages: Messages | None,
+        thread_name: str,
+        on_first: Callable[[], object] | None = None,
+    ) -> threading.Thread | None:
+        """Has what is received read from now on, to its end. Returns the thread that does, if one was started
+        for it. `on_first` is called before the session gets the first message."""
+        self._messages = messages
+        self._on_first = on_first
+        if messages is not None:
+            messages.read(self._on_message)
+            return None
+        thread = threading.Thread(target=self._read_all, args=(received,), name=thread_name, daemon=True)
+        thread.start()
+        return thread
+
+    def _read_all(self, received: Iterator[bytes]) -> None:
+        try:
+            for data in received:
+                self._on_message(data)
+        except grpc.RpcError:
+            pass  # the stream was cut
+        except Exception:
+            log.exception("a stream could not be read")
+        finally:
+            self._on_message(None)
+
+    def _on_message(self, data: bytes | None) -> None:
+        if data is None:
+            self.close()
+            return
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
+        self._session.feed(data, self)
+
+    # -- writing
+
+    def flush(self) -> None:
+        """Writes what there is to write, unless another thread does. No lock is held."""
+        with Uninterrupted():  # the right to write must not be lost
+            if self._session.begin_output(self):
+                if self._messages is None:
+                    self.wake()
+                else:
+                    self._write(self._messages)
 
     def wake(self) -> None:
-        """There is something to write."""
+        """Hands the right to write, which the caller has, to the iterator."""
+        self._is_iterators_turn = True
         self._wakes.put(None)
+
+    def sleep(self) -> None:
+        """Gives up the right to write. The session's lock is held."""
+        self._is_iterators_turn = False
+        self.is_asleep = True
+
+    def _write(self, messages: Messages) -> None:
+        """Writes a message. The right to write is the calling thread's, and the next one's then."""
+        data = self._session.take_output(self)
+        if data == b"":
+            return
+        if data is not None:
+            self._wrote_much = len(data) > _WRITTEN_AT_ONCE
+            self._is_writing = True
+            if messages.write(data, self._on_written):
+                return
+            self._is_writing = False
+        self.wake()  # it ends
+
+    def _on_written(self) -> None:
+        self._is_writing = False
+        if self.closed or self._wrote_much or self._messages is None:
+            self.wake()
+        else:
+            self._write(self._messages)
 
     def close(self) -> None:
         self.closed = True
-        self.wake()
+        self._wakes.put(None)
 
     def __iter__(self) -> GrpcStream:
         return self
 
     def __next__(self) -> bytes:
         while True:
-            if self._first:
-                return self._first.pop(0)
-            if self.closed:
-                break
-            data = self._session.take_output(self)
-            if data:
-                return data
-            if data is None:
-                break
+            # A message that is being written has to be written before gRPC is told that the stream ends.
+            if self.closed and not self._is_writing:
+                if self.first:
+                    return self.first.pop(0)
+                raise StopIteration
+            if self.first and not self._is_iterators_turn:
+                self._is_iterators_turn = self._session.begin_output(self)
+            if self._is_iterators_turn:
+                if self.first:
+                    return self.first.pop(0)
+                data = self._session.take_output(self)
+                if data is None:
+                    raise StopIteration
+                if data:
+                    return data
+                if self.first:
+                    continue
             self._wakes.get()  # `close` wakes, too, and ending a stream always closes it
-        raise StopIteration
 
 
 class SocketStream:
@@ -95,9 +204,6 @@ class SocketStream:
         connection, self._connection = self._connection, None
         connection.setblocking(False)
         return connection.detach()
-
-    def wake(self) -> None:
-        """There is something to write: `Session._flush` does so."""
 
     def close(self) -> None:
         """Once it is attached, the session closes the socket."""

@@ -30,6 +30,7 @@ from gradwire.transport import (
     direct,
     faults,
     frames,
+    grpc_messages,
     handshake,
     same_host,
 )
@@ -86,7 +87,6 @@ class SessionAcceptor:
         self._settings = settings
         self._lock = threading.Lock()
         self._accepted: dict[tuple[int, int], _Accepted] = {}
-        self._readers: set[threading.Thread] = set()
         self._closed = False
         self._listeners: dict[str, SocketListener | None] = {}
         """Each opened for the first client that could use it; None if that failed."""
@@ -117,16 +117,8 @@ class SessionAcceptor:
             if listener is not None:
                 listener.close()
 
-    def join(self, timeout: float) -> None:
-        """Waits for the reading threads; they end with their streams."""
-        give_up_at = time.monotonic() + timeout
-        with self._lock:
-            readers = list(self._readers)
-        for reader in readers:
-            reader.join(max(give_up_at - time.monotonic(), 0.0))
-
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The gRPC method Link: yields the data to write, while another thread reads."""
+        """The gRPC method Link: yields the data to write, while others read."""
         silence = call_later(self._settings.hello_timeout, context.cancel)
         try:
             hello = _read_hello(requests)
@@ -149,15 +141,12 @@ class SessionAcceptor:
         if not context.add_callback(partial(self._leave, accepted, stream)):
             self._leave(accepted, stream)
             return
-        reader = threading.Thread(
-            target=self._read,
-            args=(requests, accepted, stream),
-            name=f"gradwire-read-{accepted.session.peer.name}",
-            daemon=True,
+        stream.read(
+            requests,
+            grpc_messages.of_server(context),
+            f"gradwire-read-{accepted.session.peer.name}",
+            partial(self._on_first_message, accepted, stream),
         )
-        with self._lock:
-            self._readers.add(reader)
-        reader.start()
         tokens = {kind: listener.new_token((accepted, stream)) for kind, listener in listeners.items()}
         offers: dict[str, Any] = {
             kind: _OFFERS[kind](listener, tokens[kind], context.peer())
@@ -242,6 +231,13 @@ class SessionAcceptor:
             log.info("%s connected from %s", accepted.session.peer, address)
         return accepted, resumed
 
+    def _on_first_message(self, accepted: _Accepted, stream: GrpcStream) -> None:
+        """The client has chosen the stream."""
+        if accepted.is_choosing:
+            with self._lock:
+                if accepted.is_choosing and accepted.stream is stream:
+                    self._attach_stream(accepted)
+
     def _attach_stream(self, accepted: _Accepted) -> None:
         """The lock is held, so that of two attempts the later one is attached last."""
         accepted.is_attached = True
@@ -268,22 +264,6 @@ class SessionAcceptor:
             **offers,
         )
         return frames.envelope(link_pb2.Frame(welcome=welcome))
-
-    def _read(self, requests: Iterator[bytes], accepted: _Accepted, stream: GrpcStream) -> None:
-        session = accepted.session
-        try:
-            for data in requests:
-                if accepted.is_choosing:
-                    with self._lock:
-                        if accepted.is_choosing and accepted.stream is stream:
-                            self._attach_stream(accepted)
-                session.receive_or_refuse(data, stream)
-        except grpc.RpcError:
-            pass  # the stream was cut
-        finally:
-            stream.close()
-            with self._lock:
-                self._readers.discard(threading.current_thread())
 
     def _on_cut(self, accepted: _Accepted, stream: SocketStream, reason: str) -> None:
         del reason

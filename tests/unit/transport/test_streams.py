@@ -15,10 +15,22 @@ class Idle:
 
     def __init__(self) -> None:
         self.was_asked = threading.Event()
+        self._lock = threading.Lock()
+
+    def begin_output(self, stream: GrpcStream) -> bool:
+        with self._lock:
+            begins = stream.is_asleep and bool(stream.first)
+            stream.is_asleep = stream.is_asleep and not begins
+            return begins
 
     def take_output(self, stream: GrpcStream) -> bytes:
+        with self._lock:
+            stream.sleep()
         self.was_asked.set()
         return b""
+
+    def feed(self, data: bytes, stream: GrpcStream) -> None:
+        raise AssertionError("nothing was read")
 
 
 def test_what_is_put_while_it_waits_for_the_session_is_written_at_once() -> None:
@@ -27,9 +39,16 @@ def test_what_is_put_while_it_waits_for_the_session_is_written_at_once() -> None
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(next, stream)
         assert session.was_asked.wait(SECONDS)
-        stream.put(b"the session goes over this stream")
-        stream.wake()
+        stream.first.append(b"the session goes over this stream")
+        stream.flush()
         try:
             assert written.result(SECONDS) == b"the session goes over this stream"
         finally:
             stream.close()
+
+
+def test_what_was_put_is_written_even_if_the_stream_is_closed_before() -> None:
+    stream = GrpcStream(Idle())
+    stream.first.append(b"the session goes over this stream")
+    stream.close()
+    assert list(stream) == [b"the session goes over this stream"]

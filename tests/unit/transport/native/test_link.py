@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
+from tests.unit.system.support import eventually
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
@@ -36,17 +38,25 @@ class Pair:
     def deliver(self, sender: Session) -> None:
         receiver = self.b if sender is self.a else self.a
         while data := sender.take_output(self.streams[sender]):
-            receiver.receive_or_refuse(data, self.streams[receiver])
+            self.feed(receiver, data)
+
+    def feed(self, session: Session, data: bytes) -> None:
+        """Lets a session read. What it makes of that, a thread of the event loop handles."""
+        session.feed(data, self.streams[session])
 
     def request(self, *attachments: Memory) -> ServerCall:
         self.future = self.a.send_request(METHOD, b"", attachments)
         self.deliver(self.a)
+        eventually(lambda: bool(self.calls))
         return self.calls.pop()
 
 
 @pytest.fixture
-def pair() -> Pair:
-    return Pair()
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    for session, stream in pair.streams.items():
+        session.detach(stream)
 
 
 def envelope(*responses: link_pb2.Response) -> bytes:
@@ -60,21 +70,19 @@ def test_an_error_that_cannot_be_read_leaves_no_call_without_an_outcome(pair: Pa
     frame = b"\x22" + bytes([2 + len(broken)]) + b"\x08\x01" + b"\x1a" + broken[1:]
     data = b"\x0a" + bytes([len(frame)]) + frame + envelope(link_pb2.Response(id=2, body=b"fine"))
     pair.a.take_output(pair.streams[pair.a])
-    pair.a.receive_or_refuse(data, pair.streams[pair.a])
+    pair.feed(pair.a, data)
     with pytest.raises(errors.InternalError):
-        first.result(0)
-    assert second.done()
-    assert pair.a.ended is not None
+        first.result(20)
+    eventually(second.done)
+    eventually(lambda: pair.a.ended is not None)
 
 
 def test_what_came_before_the_protocol_was_broken_counts(pair: Pair) -> None:
     future = pair.a.send_request(METHOD, b"")
     pair.a.take_output(pair.streams[pair.a])
-    pair.a.receive_or_refuse(
-        envelope(link_pb2.Response(id=1, body=b"fine")) + b"\x12\x00", pair.streams[pair.a]
-    )
-    assert future.result(0).body == b"fine"
-    assert isinstance(pair.a.ended, errors.ProtocolError)
+    pair.feed(pair.a, envelope(link_pb2.Response(id=1, body=b"fine")) + b"\x12\x00")
+    assert future.result(20).body == b"fine"
+    eventually(lambda: isinstance(pair.a.ended, errors.ProtocolError))
 
 
 def test_a_call_that_is_given_up_keeps_no_memory(pair: Pair) -> None:
@@ -102,8 +110,9 @@ def test_what_waits_for_a_response_that_arrived_is_not(pair: Pair) -> None:
     lost: list[str] = []
     call.when_cancelled(lambda: lost.append("lost"))
     pair.deliver(pair.b)
+    assert len(pair.future.result(20).attachments[0]) == 1 << 20
     pair.deliver(pair.a)
-    assert len(pair.future.result(0).attachments[0]) == 1 << 20
+    eventually(lambda: not pair.b._inbound)
     pair.b.abort(errors.WorkerLost("gone"))
     assert lost == []
 

@@ -1,0 +1,166 @@
+"""Moves the messages of an open gRPC stream without a thread for each direction.
+
+grpcio's own stream is an iterator at each end: a thread writes what it takes from one, another reads the
+other, and each message wakes both. Here whoever has a message starts to write it, and gRPC's own thread
+passes on what arrives.
+
+This is the one place that uses private names of grpcio. It does with them what grpcio's iterators do, and
+leaves the accounts of a call to grpcio's own functions. `AVAILABLE` says whether all of them are there;
+without them, streams are iterators at both ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["AVAILABLE", "Messages", "of_client", "of_server"]
+
+log = logging.getLogger("gradwire.link")
+
+_NO_FLAGS = 0
+
+try:
+    from grpc import _channel, _server
+    from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+    _SEND, _RECEIVE = cygrpc.OperationType.send_message, cygrpc.OperationType.receive_message
+    _SendMessage, _ReceiveMessage = cygrpc.SendMessageOperation, cygrpc.ReceiveMessageOperation
+    _client_handler, _operate = _channel._event_handler, cygrpc.IntegratedCall.operate
+    _is_active = _server._is_rpc_state_active
+    _sent, _received = _server._send_message, _server._receive_message
+    _SEND_TOKEN, _RECEIVE_TOKEN = _server._SEND_MESSAGE_TOKEN, _server._RECEIVE_MESSAGE_TOKEN
+    _start_batch = cygrpc.Call.start_server_batch
+    AVAILABLE = True
+except (ImportError, AttributeError) as error:
+    log.info("streams of grpcio stay iterators: %s", error)
+    AVAILABLE = False
+
+
+class Messages(Protocol):
+    """The messages of one stream. Callbacks come on gRPC's own thread, which must not block."""
+
+    def write(self, data: bytes, on_written: Callable[[], object]) -> bool:
+        """Starts to write, and calls back when the next message may be written: one is written at a time,
+        those of the stream's iterator among them. Returns False if the stream has ended."""
+
+    def read(self, on_read: Callable[[bytes | None], object]) -> None:
+        """Calls back with each message from now on, and with None at the end. Nobody else may read then."""
+
+
+def of_client(call: Any) -> Messages | None:
+    """The messages of a stream that this process has opened; None if they cannot be had."""
+    try:
+        return _ClientMessages(call) if AVAILABLE else None
+    except AttributeError as error:
+        log.info("this stream of grpcio stays an iterator: %s", error)
+        return None
+
+
+def of_server(context: Any) -> Messages | None:
+    """The messages of a stream that another process has opened; None if they cannot be had."""
+    try:
+        return _ServerMessages(context) if AVAILABLE else None
+    except AttributeError as error:
+        log.info("this stream of grpcio stays an iterator: %s", error)
+        return None
+
+
+def _call_back(callback: Callable[..., object], *arguments: object) -> None:
+    """An error would end gRPC's thread, and with it all streams."""
+    try:
+        callback(*arguments)
+    except Exception:
+        log.exception("a message of a stream could not be handled")
+
+
+class _ClientMessages:
+    def __init__(self, call: Any) -> None:
+        self._call = call._call
+        self._state = call._state
+        self._lock = self._state.condition
+        self._due = self._state.due
+        self._handle = _client_handler(self._state, None)
+
+    def write(self, data: bytes, on_written: Callable[[], object]) -> bool:
+        def on_event(event: Any) -> Any:
+            is_over = self._handle(event)
+            _call_back(on_written)
+            return is_over
+
+        return self._start(_SEND, _SendMessage(data, _NO_FLAGS), on_event)
+
+    def read(self, on_read: Callable[[bytes | None], object]) -> None:
+        def on_event(event: Any) -> Any:
+            is_over = self._handle(event)
+            data, self._state.response = self._state.response, None
+            if data is not None:
+                start()
+            _call_back(on_read, data)
+            return is_over
+
+        def start() -> None:
+            if not self._start(_RECEIVE, _ReceiveMessage(_NO_FLAGS), on_event):
+                _call_back(on_read, None)
+
+        start()
+
+    def _start(self, kind: Any, operation: Any, on_event: Callable[[Any], Any]) -> bool:
+        with self._lock:
+            if self._state.code is not None:
+                return False
+            self._due.add(kind)
+            try:
+                is_started = self._call.operate((operation,), on_event)
+            except ValueError:  # the stream is ending
+                is_started = False
+            if not is_started:
+                self._due.remove(kind)
+            return bool(is_started)
+
+
+class _ServerMessages:
+    def __init__(self, context: Any) -> None:
+        self._call = context._rpc_event.call
+        self._state = context._state
+        self._lock = self._state.condition
+        self._due = self._state.due
+
+    def write(self, data: bytes, on_written: Callable[[], object]) -> bool:
+        handle = _sent(self._state, _SEND_TOKEN)
+
+        def on_event(event: Any) -> Any:
+            outcome = handle(event)
+            _call_back(on_written)
+            return outcome
+
+        return self._start(_SEND_TOKEN, _SendMessage(data, _NO_FLAGS), on_event)
+
+    def read(self, on_read: Callable[[bytes | None], object]) -> None:
+        handle = _received(self._state, self._call, None)
+
+        def on_event(event: Any) -> Any:
+            outcome = handle(event)
+            data, self._state.request = self._state.request, None
+            if data is not None:
+                start()
+            _call_back(on_read, data)
+            return outcome
+
+        def start() -> None:
+            if not self._start(_RECEIVE_TOKEN, _ReceiveMessage(_NO_FLAGS), on_event):
+                _call_back(on_read, None)
+
+        start()
+
+    def _start(self, token: str, operation: Any, on_event: Callable[[Any], Any]) -> bool:
+        with self._lock:
+            if not _is_active(self._state):
+                return False
+            try:
+                self._call.start_server_batch((operation,), on_event)
+            except ValueError:  # the stream is ending
+                return False
+            self._due.add(token)
+            return True
