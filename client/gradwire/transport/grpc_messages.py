@@ -5,8 +5,8 @@ other, and each message wakes both. Here whoever has a message starts to write i
 passes on what arrives.
 
 This is the one place that uses private names of grpcio. It does with them what grpcio's iterators do, and
-leaves the accounts of a call to grpcio's own functions. `AVAILABLE` says whether all of them are there;
-without them, streams are iterators at both ends.
+leaves the accounts of a call to grpcio's own functions. `AVAILABLE` says whether all of them are there, in a
+version with which they were tried; without them, streams are iterators at both ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ __all__ = ["AVAILABLE", "Messages", "of_client", "of_server"]
 log = logging.getLogger("gradwire.link")
 
 _NO_FLAGS = 0
+_TRIED = (1, 74), (1, 85)
+"""The oldest and the newest version of grpcio with which this was tried. A newer one may have the same names
+and mean something else by them."""
 
 try:
+    import grpc
     from grpc import _channel, _server
     from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
@@ -32,7 +36,7 @@ try:
     _sent, _received = _server._send_message, _server._receive_message
     _SEND_TOKEN, _RECEIVE_TOKEN = _server._SEND_MESSAGE_TOKEN, _server._RECEIVE_MESSAGE_TOKEN
     _start_batch = cygrpc.Call.start_server_batch
-    AVAILABLE = True
+    AVAILABLE = _TRIED[0] <= tuple(map(int, grpc.__version__.split(".")[:2])) <= _TRIED[1]
 except (ImportError, AttributeError) as error:
     log.info("streams of grpcio stay iterators: %s", error)
     AVAILABLE = False

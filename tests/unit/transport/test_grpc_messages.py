@@ -70,7 +70,7 @@ def test_messages_arrive_in_order_at_both_ends_and_then_the_end(address: str) ->
 
 @pytest.mark.parametrize("is_available", [True, False], ids=["messages", "iterators"])
 def test_a_link_needs_none_of_the_private_names(is_available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert grpc_messages.AVAILABLE, "this version of grpcio lacks a name"
+    assert grpc_messages.AVAILABLE, "try it with this version of grpcio, and note that in `_TRIED`"
     monkeypatch.setattr(grpc_messages, "AVAILABLE", is_available)
     with gws.Worker(torch.neg) as worker:
         with gw.connect(worker.address, same_host=False, direct=False) as handle:
