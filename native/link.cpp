@@ -208,12 +208,17 @@ bool Link::has_more_than_requests() const {
   return false;
 }
 
-bool Link::take_events(CallHandle call, size_t most_requests, std::vector<Event>& taken) {
+bool Link::take_events(CallHandle call, size_t most_requests, bool only_checks, std::vector<Event>& taken) {
   Cookie owner;  // released after the lock
   std::lock_guard lock(mutex_);
   collect_events();
   bool is_enough = false;
   auto stays = [&](Event& event) {
+    if (only_checks) {
+      if (event.kind != Event::Kind::check) return true;
+      taken.push_back(std::move(event));
+      return false;
+    }
     is_enough |= event.kind == Event::Kind::request && !most_requests;
     if (is_enough || !is_for(event, call)) return true;
     if (event.kind == Event::Kind::request) most_requests--;
@@ -524,14 +529,14 @@ bool Link::has_output(Socket& socket) const {
 }
 
 // Takes what to write next, and copies what goes into shared memory. Returns whether there was anything. The right to
-// write is the caller's.
-bool Link::take_output(Socket& socket) {
+// write is the caller's, who `goes_on` if it has written something already.
+bool Link::take_output(Socket& socket, bool goes_on) {
   // What was written is released after the lock.
   Output written = std::exchange(socket.output_, {});
   socket.piece_ = socket.offset_ = 0;
   socket.has_rest_ = false;
   bool has_more;
-  mutex_.let_others_first();
+  if (goes_on) mutex_.let_others_first();
   {
     std::lock_guard lock(mutex_);
     if (socket_.get() != &socket) return false;
@@ -562,7 +567,7 @@ void Link::write_output(Socket& socket) {
       return;
     }
     if (socket.piece_ == socket.output_.pieces.size()) {
-      if (!take_output(socket)) return;
+      if (!take_output(socket, written > 0)) return;
       written += socket.output_.size;
       continue;
     }

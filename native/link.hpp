@@ -1,4 +1,5 @@
-// A session that several threads use, and the socket that carries it, if it has one.
+// A session that several threads use, and the socket that carries it, if it has one. Or others read and write a stream
+// (`attach`): they pass on what they have read (`feed`), and what no caller waits for is left to the event loop.
 //
 // Nothing in here knows of Python. Whoever holds Python's lock may call everything but `wait`.
 //
@@ -138,7 +139,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   // What has happened, except outcomes that other threads wait for than the one that waits for `call`. What comes
   // after `most_requests` requests stays; returns whether something does.
-  bool take_events(CallHandle call, size_t most_requests, std::vector<Event>& events);
+  bool take_events(CallHandle call, size_t most_requests, bool only_checks, std::vector<Event>& events);
   bool has_events();
 
  private:
@@ -159,7 +160,7 @@ class Link : public std::enable_shared_from_this<Link> {
   bool read_as_caller(const std::shared_ptr<Socket>& socket, CallHandle call, Seconds until);
   void write(const std::shared_ptr<Socket>& socket);
   void write_output(Socket& socket);
-  bool take_output(Socket& socket);
+  bool take_output(Socket& socket, bool goes_on);
   static void go_on_later(Socket& socket);
   bool has_output(Socket& socket) const;
   bool is_for(const Event& event, CallHandle call) const;

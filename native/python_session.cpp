@@ -276,15 +276,13 @@ auto without_gil(Code code) {
 std::unique_lock<FairMutex> locked(Link& link) {
   std::unique_lock lock(link.mutex(), std::try_to_lock);
   if (lock) return lock;
-  FairMutex::Claim claim(link.mutex());
-  while (!lock) {
-    // Not held while the interpreter's lock is taken: whoever has that may be waiting for this one.
-    without_gil([&] {
-      link.mutex().wait_until_free();
-      return 0;
-    });
-    lock.try_lock();
-  }
+  // Without the interpreter's lock, until it is free. It is not kept while the interpreter's is taken: whoever has that
+  // may be waiting for this one. Others may be first to take it then, but nobody holds it for longer than a moment.
+  without_gil([&] {
+    std::lock_guard wait(link.mutex());
+    return 0;
+  });
+  lock.lock();
   return lock;
 }
 
@@ -646,18 +644,19 @@ PyObject* session_read_in_background(PyObject* self, PyObject* args) {
 PyObject* session_take_events(PyObject* self, PyObject* args) {
   unsigned long long handle = 0;
   unsigned long long most_requests = SIZE_MAX;
+  int only_checks = 0;
   return link_method(
-      self, args, "|O&O&",
+      self, args, "|O&O&p",
       [&](Link& link) {
         std::vector<Event> events;
-        locked(link).unlock();  // the next line waits for no longer than it takes to run
-        if (link.take_events(handle, most_requests, events)) EventLoop::instance().put_back(link.shared_from_this());
+        locked(link).unlock();  // waits without the interpreter's lock; that it is taken below is then seldom
+        if (link.take_events(handle, most_requests, only_checks, events)) EventLoop::instance().put_back(link.shared_from_this());
         Ref list(checked(PyList_New(static_cast<Py_ssize_t>(events.size()))));
         for (size_t i = 0; i < events.size(); i++)
           check(PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), to_event(events[i])));
         return list.release();
       },
-      to_number, &handle, to_number, &most_requests);
+      to_number, &handle, to_number, &most_requests, &only_checks);
 }
 
 PyObject* session_statistics(PyObject* self, PyObject* args) {

@@ -96,10 +96,10 @@ struct Event {
     acknowledged,  // the requester has the response, or does not want it; id: of the request
     check,      // all of an outbound message but its last bytes has been sent; id: for `confirm` or `reject`
     goodbye,    // the peer ended the session, and `end` is to follow; body: the Error if there was one
-    // Only of a Link with a socket.
+    // Only of a Link with a connection.
     timer,         // `next_tick` is earlier than it was
     disconnected,  // the socket was closed; id: its number; body: why
-    broken,        // the peer broke the protocol, and `close` is to follow; id: the number of the socket; body: how
+    broken,        // the peer broke the protocol, and `close` is to follow; id: the number of the socket, if there is one; body: how
   } kind;
   uint64_t id = 0;
   uint32_t method = 0;

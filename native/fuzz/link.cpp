@@ -226,7 +226,7 @@ void End::disconnect(uint64_t number) {
 
 void End::handle(CallHandle call, size_t most_requests) {
   std::vector<Event> events;
-  if (link->take_events(call, most_requests, events)) EventLoop::instance().put_back(link);
+  if (link->take_events(call, most_requests, false, events)) EventLoop::instance().put_back(link);
   for (Event& event : events) handle(event);
 }
 

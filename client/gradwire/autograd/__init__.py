@@ -3,6 +3,8 @@
 Read `send_recv` first, the heart. Then:
 
 - `messages` records what crosses in a call; `records` and `contexts` are what is remembered;
+- `metadata` is what a message says of autograd; `responses`, `short_calls` and `short_gradients` write it, in
+  full or by a plan;
 - `graph_tasks` and `backward` run graphs; `propagating` requests the rest from other peers, `serving` serves
   such requests;
 - `passes`, `releases` and `leases` say when what is remembered may go;

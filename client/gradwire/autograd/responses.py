@@ -17,8 +17,8 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message
 __all__ = ["FullResponse", "Response", "ShortResponse", "read_short", "what_it_brings"]
 
 _HEAD = Struct("<BBH")
-"""The mark of a short form, flags, and a number. What the number means depends on the request, and so do the
-flags, save one."""
+"""The mark of a short form, flags, and a number. ForwardWithAutograd: the number of the structure of the
+result. PropagateGradients: how many messages have contributions; `short_gradients.AWAITS_END` is a flag."""
 _HAS_METADATA = 1 << 7
 _NO_METADATA = AutogradMetadata(ContextId(0, 0))
 

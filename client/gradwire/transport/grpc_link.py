@@ -299,17 +299,18 @@ class GrpcLink(Session):
         # Before it is: if the link is closed from then on, the goodbye is still to be written.
         self._is_attached = True
         try:
+            try:
+                if connection is None:
+                    if welcome.HasField("same_host") or welcome.HasField("direct"):
+                        stream.first.append(frames.NOTHING)  # "the session goes over this stream"
+                    self.attach(stream)
+                else:
+                    self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
+            except OSError as error:
+                raise _Broken(f"the session cannot go over the connection: {error}") from error
             if connection is None:
-                if welcome.HasField("same_host") or welcome.HasField("direct"):
-                    stream.first.append(frames.NOTHING)  # "the session goes over this stream"
-                self.attach(stream)
                 self._flush()
                 reader = stream.read(call, grpc_messages.of_client(call), f"gradwire-read-{self.target}")
-            else:
-                try:
-                    self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
-                except OSError as error:
-                    raise _Broken(f"there is no socket: {error}") from error
             self.handle(most_requests=0)
             self._connected.set()
             over.wait()

@@ -203,7 +203,9 @@ class Session:
     def ended(self) -> bool: ...
     @property
     def all_delivered(self) -> bool: ...
-    def take_events(self, handle: int = 0, most_requests: int = ..., /) -> list[Event]:
+    def take_events(
+        self, handle: int = 0, most_requests: int = ..., only_checks: bool = False, /
+    ) -> list[Event]:
         """What has happened, except outcomes of calls other than `handle` for which threads wait. What comes
         after `most_requests` requests stays for `next_work`."""
 

@@ -289,7 +289,8 @@ class Session(Link):
     def attach(self, stream: GrpcStream | SocketStream) -> None:
         """Continues over a new stream, or over a socket. Raises OSError if the system has no descriptor left.
 
-        `handle` must follow, while no lock is held: what has arrived meanwhile may end the session.
+        After a socket `handle` must follow, while no lock is held: what has arrived meanwhile may end the
+        session.
         """
         with self._lock:
             previous, self._stream = self._stream, None
@@ -353,7 +354,8 @@ class Session(Link):
                     stream.sleep()
                     return b""
                 data = self._native.take_output(_SMALL_BYTES, _BULK_BYTES, data)
-                events = self._take_events(most_requests=0)
+                # The thread may be gRPC's, which reads all streams: the rest is left to the event loop.
+                events = self._native.take_events(0, 0, True)
             self._handle_events(events)
             # After a check there is more to write, which had better go in the same message.
             if len(data) > _SMALL_BYTES or (data and not events):

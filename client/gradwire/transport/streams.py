@@ -125,15 +125,21 @@ class GrpcStream:
 
     def _write(self, messages: Messages) -> None:
         """Writes a message. The right to write is the calling thread's, and the next one's then."""
-        data = self._session.take_output(self)
-        if data == b"":
-            return
-        if data is not None:
-            self._wrote_much = len(data) > _WRITTEN_AT_ONCE
-            self._is_writing = True
-            if messages.write(data, self._on_written):
+        try:
+            data = self._session.take_output(self)
+            if data == b"":
                 return
+            if data is not None:
+                self._wrote_much = len(data) > _WRITTEN_AT_ONCE
+                self._is_writing = True
+                if messages.write(data, self._on_written):
+                    return
+                self._is_writing = False
+        except BaseException:
+            # Without memory. What was taken is sent again over the next stream.
             self._is_writing = False
+            self.close()
+            raise
         self.wake()  # it ends
 
     def _on_written(self) -> None:
@@ -157,8 +163,9 @@ class GrpcStream:
                 if self.first:
                     return self.first.pop(0)
                 raise StopIteration
-            if self.first and not self._is_iterators_turn:
-                self._is_iterators_turn = self._session.begin_output(self)
+            # Set only, not cleared: another thread may hand the turn over meanwhile.
+            if self.first and not self._is_iterators_turn and self._session.begin_output(self):
+                self._is_iterators_turn = True
             if self._is_iterators_turn:
                 if self.first:
                     return self.first.pop(0)

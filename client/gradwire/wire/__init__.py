@@ -6,6 +6,9 @@ path to it.
 
 Each of the three levels has an encoding and a decoding module: values, the tensors in them, and the storages
 that tensors view.
+
+Calls that repeat have plans (`plan_tables`): `plans` takes their values apart, and `plan_memory` reads and
+writes the bytes of their tensors, without protobuf.
 """
 
 from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_codec, supported_codecs

@@ -7,6 +7,7 @@ memory; calls of other structures then go in full.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Hashable, Sequence
 
@@ -79,7 +80,7 @@ class SentPlan:
 class ReceivedPlan:
     """A plan of calls that another peer sends."""
 
-    __slots__ = ("_results", "layout", "names", "request")
+    __slots__ = ("_numbers", "_results", "layout", "names", "request")
 
     def __init__(
         self, request: autograd_pb2.ForwardWithAutogradRequest, layout: Layout, names: Sequence[str]
@@ -90,6 +91,7 @@ class ReceivedPlan:
         self.names = names
         """Of the keyword arguments, which come after the others."""
         self._results: dict[tuple[Hashable, ...], tuple[int, Layout]] = {}
+        self._numbers = iter(range(1, _MOST_RESULTS + 1))
 
     def result(self, plans: Plans, flat: Flat) -> tuple[int, Layout] | None:
         """The number and structure of a result; None if it has no number."""
@@ -98,8 +100,10 @@ class ReceivedPlan:
         if found is None:
             with plans.lock:
                 found = self._results.get(key)
-                if found is None and len(self._results) < _MOST_RESULTS and plans.has_room(key):
-                    found = self._results[key] = len(self._results) + 1, Layout(1, flat)
+                if found is None and plans.has_room(key):
+                    number = next(self._numbers, None)
+                    if number is not None:
+                        found = self._results[key] = number, Layout(1, flat)
         return found
 
 
@@ -107,11 +111,13 @@ class Plans:
     """The plans of one link."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        """Guards what is added."""
+        self.lock = threading.RLock()
+        """Guards what is added. Reentrant: a destructor, within any line, may make a call over the same link.
+        So numbers are drawn from counters."""
         self.are_understood = False
         """Whether the other peer has shown that it knows plans, and so the short form."""
         self._sent: dict[tuple[Hashable, ...], SentPlan] = {}
+        self._numbers = itertools.count(1)
         self._seen: set[int] = set()
         """The hashes of keys, which may be large. Two of one hash only mean a plan one call early."""
         self._received: dict[int, ReceivedPlan] = {}
@@ -133,7 +139,7 @@ class Plans:
             with self.lock:
                 plan = self._sent.get(key)
                 if plan is None and hash(key) in self._seen and self.has_room(key):
-                    plan = self._sent[key] = SentPlan(len(self._sent) + 1, Layout(values, flat))
+                    plan = self._sent[key] = SentPlan(next(self._numbers), Layout(values, flat))
                     self._seen.discard(hash(key))
                 elif plan is None:
                     if len(self._seen) == _MOST_SEEN:

@@ -7,7 +7,7 @@ the same structure name the number, and bring only ids, scalars and the bytes of
 results are numbered in the same way, for each plan by itself.
 
 `flatten` takes values apart, at both ends alike; what it calls the key of values is their structure, and a
-`Layout` is made from the key alone. What `flatten` cannot take apart goes in full.
+`Layout` is made from nothing that the key does not say. What `flatten` cannot take apart goes in full.
 """
 
 from __future__ import annotations

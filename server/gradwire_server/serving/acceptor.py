@@ -240,8 +240,13 @@ class SessionAcceptor:
 
     def _attach_stream(self, accepted: _Accepted) -> None:
         """The lock is held, so that of two attempts the later one is attached last."""
-        accepted.is_attached = True
-        accepted.session.attach(accepted.stream)
+        try:
+            accepted.session.attach(accepted.stream)
+        except OSError as error:
+            log.warning("the stream of %s cannot be read: %s", accepted.session.peer, error)
+            accepted.stream.close()  # the client opens another one
+        else:
+            accepted.is_attached = True
 
     def _accept(self, key: tuple[int, int], hello: link_pb2.Hello, address: str) -> _Accepted:
         peer = PeerIdentity(hello.peer, _printable(hello.name) or address)

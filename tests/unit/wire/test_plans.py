@@ -21,7 +21,7 @@ from tests.unit.wire.support import Changes, assert_same_bits, changed, changes_
 
 from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import autograd_pb2
-from gradwire.wire import Plans, flatten, is_short
+from gradwire.wire import Plans, flatten, is_short, plan_tables
 from gradwire.wire.plan_memory import LARGEST_SMALL
 from gradwire.wire.plans import Flat, Layout
 
@@ -410,3 +410,24 @@ def test_calls_that_are_all_different_are_not_all_remembered() -> None:
 def test_no_message_of_the_contract_looks_short() -> None:
     for message in (call(1), autograd_pb2.ForwardWithAutogradRequest(), call(0, "")):
         assert not is_short(message.SerializeToString())
+
+
+def test_a_destructor_that_calls_while_a_plan_is_made_gets_a_plan_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans, flat = Plans(), taken_apart([1])
+    nested = []
+
+    class Interrupted(Layout):
+        def __init__(self, values: int, flat: Flat) -> None:
+            super().__init__(values, flat)
+            monkeypatch.setattr(plan_tables, "Layout", Layout)
+            nested.append(plans.find(("nested",), 1, flat))
+
+    for key in ("outer", "nested"):
+        assert plans.find((key,), 1, flat) is None
+    monkeypatch.setattr(plan_tables, "Layout", Interrupted)
+    outer = plans.find(("outer",), 1, flat)
+    assert outer is not None
+    assert nested[0] is not None
+    assert outer.number != nested[0].number
