@@ -112,6 +112,8 @@ class InboundCall(ServerCall):
             native.about_to_block()
 
     def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
+        # Its memory is free before the requester sends more. Sending the response again does not need it.
+        self.request = NO_PAYLOAD
         try:
             self._session.check_size(body, attachments)
         except ResourceExhausted as error:
@@ -120,10 +122,10 @@ class InboundCall(ServerCall):
         return self._done(self._session.respond(self, body, attachments))
 
     def fail(self, error: link_pb2.Error) -> None:
+        self.request = NO_PAYLOAD
         self._done(self._session.fail(self, error))
 
     def _done(self, is_sent: bool) -> bool:
-        self.request = NO_PAYLOAD  # sending the response again does not need the request's memory
         self._when_cancelled.clear()
         return is_sent
 
