@@ -47,6 +47,26 @@ def test_cancelling_a_future_reaches_the_function(worker: gw.RemoteWorker, name:
         future.result()
 
 
+@pytest.mark.parametrize("carrier", [{}, {"same_host": False}, {"same_host": False, "direct": False}])
+def test_a_cancellation_that_comes_with_its_call_reaches_the_function(carrier: dict[str, Any]) -> None:
+    """Many come in one read with their calls, which the thread that has read them may serve itself."""
+    left: list[bool] = []
+
+    def wait_for_cancel() -> None:
+        give_up_at = time.monotonic() + DEADLINE / 2
+        while not gw.cancelled() and time.monotonic() < give_up_at:
+            time.sleep(0.005)
+        left.append(gw.cancelled())
+
+    with gws.Worker(wait_for_cancel, bind="127.0.0.1:0") as server:
+        with gw.connect(server.address, **carrier) as handle:
+            for _ in range(100):
+                assert handle.call_async("wait_for_cancel").cancel()
+            handle.ping()  # all of them have come
+            wait_for(lambda: server._scheduler.unfinished == 0, "the end of the calls")
+    assert all(left)
+
+
 def test_cancelling_reaches_what_the_function_called(workers: Workers, name: str) -> None:
     with gw.connect(workers.a) as a, gw.connect(workers.b) as b:
         future = a.call_async("wait_for_cancel_further_on", workers.b, name)

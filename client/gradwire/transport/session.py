@@ -443,6 +443,9 @@ class Session(Link):
         self._flush()
 
     def _handle_events(self, events: list[native.Event]) -> None:
+        if len(events) > 1:
+            # Cancellations first: this thread may serve a request with which its cancellation came.
+            events.sort(key=_is_no_cancellation)
         for event in events:
             try:
                 _HANDLERS[event.kind](self, event)
@@ -643,6 +646,10 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _is_no_cancellation(event: native.Event) -> bool:
+    return event.kind != native.CANCELLED
 
 
 def _views(attachments: Sequence[Sendable]) -> list[memoryview]:
