@@ -240,7 +240,7 @@ def _find_plan(
         *kwargs,
         *flat.key,
     )
-    plan = link.plans.find(key, len(values), flat)
+    plan = link.plans.plan_for(key, len(values), flat)
     return None if plan is None else (plan, flat)
 
 

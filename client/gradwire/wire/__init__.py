@@ -7,18 +7,18 @@ path to it.
 Each of the three levels has an encoding and a decoding module: values, the tensors in them, and the storages
 that tensors view.
 
-Calls that repeat have plans (`plan_tables`): `plans` takes their values apart, and `plan_memory` reads and
-writes the bytes of their tensors, without protobuf.
+Calls that repeat have `plans`: `layouts` takes their values apart, and `tensor_contents` reads and writes the
+bytes of their tensors, without protobuf.
 """
 
 from .codecs import CODECS, COMPRESS_FROM, Codec, Residual, find_codec, require_codec, supported_codecs
+from .layouts import Flat, Layout, PlannedValues, flatten
 from .limits import MAX_DEPTH, Limits
 from .messages import parse, refs_in
-from .plan_memory import EMPTY, LARGEST_SMALL, TensorMemory, read_memory, write_memory
-from .plan_tables import MARK, Plans, ReceivedPlan, SentPlan, is_short
-from .plans import Flat, Layout, PlannedValues, flatten
+from .plans import MARK, Plans, ReceivedPlan, SentPlan, is_short
 from .storage_decoding import Buffer
 from .storage_encoding import Attachment
+from .tensor_contents import EMPTY, LARGEST_SMALL, TensorMemory, read_memory, write_memory
 from .tensor_encoding import size_if_simple
 from .types import TypeRegistry, default_types, register_type
 from .value_decoding import Decoder

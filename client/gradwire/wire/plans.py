@@ -1,4 +1,4 @@
-"""Plans: the structure of a message that repeats is described once over a link, and left out from then on.
+"""The plans of one link: the structure of calls that repeat is described once, and left out from then on.
 
 A plan works like a prepared statement. The first calls of a function go in full, as the messages of the
 contract. One of them gives its structure a number: the function and its modes, the containers among the
@@ -6,226 +6,178 @@ arguments, the dtype and shape of each tensor. Once its response has said that t
 the same structure name the number, and bring only ids, scalars and the bytes of tensors. The structures of
 results are numbered in the same way, for each plan by itself.
 
-`flatten` takes values apart, at both ends alike; what it calls the key of values is their structure, and a
-`Layout` is made from nothing that the key does not say. What `flatten` cannot take apart goes in full.
+A number is never used again, and never means something else, so a request that is sent again after any time
+still means the same. Both ends stop keeping new plans when those that they have take a certain amount of
+memory; calls of other structures then go in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
-from struct import Struct
-from struct import error as StructError
-from types import EllipsisType
-from typing import Any, NamedTuple
-
-import torch
+import itertools
+import threading
+from collections.abc import Hashable, Sequence
 
 from gradwire.errors import MalformedMessage
+from gradwire.proto.v1 import autograd_pb2
 
-from .plan_memory import EMPTY, TensorMemory, read_memory, write_memory
-from .storage_decoding import Buffer
-from .storage_encoding import Attachment
-from .tensor_encoding import size_if_simple
+from .layouts import Flat, Layout, flatten
 
-__all__ = ["Flat", "Layout", "PlannedValues", "flatten"]
+__all__ = ["MARK", "Plans", "ReceivedPlan", "SentPlan", "is_short"]
 
-_MOST_TOKENS = 4096
-_MOST_DEPTH = 16
-_MOST_CHARACTERS = 256
+MARK = 0
+"""The first byte of a body in short: no protobuf message begins with a zero byte."""
 
-_CODES: dict[type, str] = {bool: "?", int: "q", float: "d"}
-"""Scalars are sent with each message, since they differ from one to the next."""
-_CONSTANTS = (type(None), EllipsisType, str, torch.dtype)
-"""Values of these types are part of the structure."""
-_CONTAINERS = (list, tuple, dict)
+_MARK = bytes([MARK])
+_MOST_BYTES = 8 * 1024 * 1024
+"""Of all structures of a link together, as `_memory_of` estimates them."""
+_MOST_SEEN = 1000
+_MOST_RESULTS = 16
+"""How many structures of results a plan numbers: as many as there are bits in what a request says of them."""
 
 
-class _Unplannable(Exception):
-    """Something can only be said in full."""
+def is_short(body: bytes) -> bool:
+    """Whether a body has the short form, and is no protobuf message."""
+    return body[:1] == _MARK
 
 
-# -- taking values apart
+def _memory_of(structure: object) -> int:
+    """The memory that it takes to keep a structure, as measured for the most costly ones: many that are
+    empty, and lists within lists. Others take less."""
+    return 1200 + 9 * len(repr(structure))
 
 
-class Flat(NamedTuple):
-    """Values that were taken apart."""
+class SentPlan:
+    """A plan of calls that this peer sends."""
 
-    key: list[Any]
-    """Their structure: tokens in the order of the values, containers before what is in them. A tensor is
-    `torch.Tensor`, its dtype, its shape and whether it requires grad; a scalar is its type; a constant is
-    None and the constant; a list, tuple or dict is its type and its length or keys."""
-    tensors: list[torch.Tensor]
-    scalars: list[Any]
+    __slots__ = ("_results", "is_kept", "known_results", "layout", "number")
 
+    def __init__(self, number: int, layout: Layout) -> None:
+        self.number = number
+        self.layout = layout
+        self.is_kept = False
+        """Whether the other peer has said that it keeps the plan."""
+        self._results: dict[int, Layout] = {}
+        """The structures of results that the other peer has numbered."""
+        self.known_results = 0
+        """Their numbers as bits: number 1 is the lowest."""
 
-def flatten(values: Sequence[object]) -> Flat | None:
-    """Takes values apart; None if something in them can only be said in full."""
-    if len(values) > _MOST_TOKENS:
-        return None
-    flat = Flat([], [], [])
-    try:
-        _flatten(values, flat, 1)
-    except _Unplannable:
-        return None
-    if len(flat.tensors) > 1 and _share_memory(flat.tensors):
-        return None  # which the same tensor twice does, too
-    return flat if len(flat.key) <= _MOST_TOKENS else None
+    def learn(self, plans: Plans, response: autograd_pb2.ForwardWithAutogradResponse, result: object) -> None:
+        """Notes what a response in full says of the plan. `result` is its result."""
+        if response.plan_is_kept:
+            self.is_kept = plans.are_understood = True
+        number = response.result_number
+        if number and number not in self._results:
+            flat = flatten([result])
+            if flat is None or number > _MOST_RESULTS:
+                raise MalformedMessage(f"a result cannot be number {number} of its plan")
+            with plans.lock:
+                if number not in self._results and plans.has_room(flat.key):
+                    self._results[number] = Layout(1, flat)
+                    self.known_results |= 1 << (number - 1)
 
-
-def _flatten(values: Any, flat: Flat, depth: int) -> None:
-    key, tensors, scalars = flat
-    for value in values:
-        kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            dtype, size = value.dtype, size_if_simple(value)
-            if size is None or size != value.nbytes or dtype not in EMPTY:
-                raise _Unplannable  # dtype, shape and the bytes at its address are not all there is to say
-            key += (torch.Tensor, dtype, value.shape, value.requires_grad)
-            tensors.append(value)
-        elif kind in _CODES:
-            if kind is int and not -(2**63) <= value < 2**63:
-                raise _Unplannable
-            key.append(kind)
-            scalars.append(value)
-        elif kind in _CONSTANTS:
-            if kind is str and len(value) > _MOST_CHARACTERS:
-                raise _Unplannable
-            key += (None, value)
-        else:
-            # Large ones are given up before their items are looked at, which would take long.
-            if depth == _MOST_DEPTH or kind not in _CONTAINERS or len(key) + len(value) > _MOST_TOKENS:
-                raise _Unplannable
-            if kind is not dict:
-                key += (kind, len(value))
-                _flatten(value, flat, depth + 1)
-            elif all(type(name) is str and len(name) <= _MOST_CHARACTERS for name in value):
-                key += (kind, tuple(value))
-                _flatten(value.values(), flat, depth + 1)
-            else:
-                raise _Unplannable
+    def result(self, number: int) -> Layout:
+        """The structure of a result that came in short."""
+        layout = self._results.get(number)
+        if layout is None:
+            raise MalformedMessage(f"there is no result {number} of the plan {self.number}")
+        return layout
 
 
-def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    end = 0
-    for start, size in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
-        if start < end:
-            return True
-        end = start + size
-    return False
+class ReceivedPlan:
+    """A plan of calls that another peer sends."""
+
+    __slots__ = ("_numbers", "_results", "layout", "names", "request")
+
+    def __init__(
+        self, request: autograd_pb2.ForwardWithAutogradRequest, layout: Layout, names: Sequence[str]
+    ) -> None:
+        self.request = request
+        """What all calls have in common."""
+        self.layout = layout
+        self.names = names
+        """Of the keyword arguments, which come after the others."""
+        self._results: dict[tuple[Hashable, ...], tuple[int, Layout]] = {}
+        self._numbers = iter(range(1, _MOST_RESULTS + 1))
+
+    def result(self, plans: Plans, flat: Flat) -> tuple[int, Layout] | None:
+        """The number and structure of a result; None if it has no number."""
+        key = tuple(flat.key)
+        found = self._results.get(key)
+        if found is None:
+            with plans.lock:
+                found = self._results.get(key)
+                if found is None and plans.has_room(key):
+                    number = next(self._numbers, None)
+                    if number is not None:
+                        found = self._results[key] = number, Layout(1, flat)
+        return found
 
 
-# -- structures
+class Plans:
+    """Those of the calls that this peer sends over one link, and of those that it receives."""
 
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Guards what is added. Reentrant: a destructor, within any line, may make a call over the same link.
+        So numbers are drawn from counters."""
+        self.are_understood = False
+        """Whether the other peer has shown that it knows plans, and so the short form."""
+        self._sent: dict[tuple[Hashable, ...], SentPlan] = {}
+        self._numbers = itertools.count(1)
+        self._seen: set[int] = set()
+        """The hashes of keys, which may be large. Two of one hash only mean a plan one call early."""
+        self._received: dict[int, ReceivedPlan] = {}
+        self._bytes = 0
 
-class _Container(NamedTuple):
-    kind: type
-    names: Sequence[str]
-    """The keys of a dict."""
-    nodes: list[_Node]
+    def has_room(self, structure: object) -> bool:
+        """Whether one more structure, and what is kept with it, has room; counts it if so. The lock is
+        held."""
+        size = _memory_of(structure)
+        if self._bytes + size > _MOST_BYTES:
+            return False
+        self._bytes += size
+        return True
 
+    def plan_for(self, key: tuple[Hashable, ...], values: int, flat: Flat) -> SentPlan | None:
+        """The plan of a call, new if the call is of a kind that was made before; None if it has none."""
+        plan = self._sent.get(key)
+        if plan is None:
+            with self.lock:
+                plan = self._sent.get(key)
+                if plan is None and hash(key) in self._seen and self.has_room(key):
+                    plan = self._sent[key] = SentPlan(next(self._numbers), Layout(values, flat))
+                    self._seen.discard(hash(key))
+                elif plan is None:
+                    if len(self._seen) == _MOST_SEEN:
+                        self._seen.clear()
+                    self._seen.add(hash(key))
+        return plan
 
-_Node = int | _Container
-"""A container, or the place of a value among all tensors, then all scalars, then all constants."""
-
-
-class Layout:
-    """The structure of some values, as both ends of a link know it."""
-
-    def __init__(self, values: int, flat: Flat) -> None:
-        """`values`: how many were taken apart."""
-        self._sizes = [tensor.nbytes for tensor in flat.tensors]
-        self.slots = [index for index, tensor in enumerate(flat.tensors) if tensor.requires_grad]
-        """Which tensors require grad."""
-        self._tensors = [
-            TensorMemory(EMPTY[tensor.dtype], tensor.shape, size)
-            for tensor, size in zip(flat.tensors, self._sizes, strict=True)
-        ]
-        self._scalars = Struct("<" + "".join(_CODES[type(scalar)] for scalar in flat.scalars))
-        self._constants: list[object] = []
-        places = count(), count(len(flat.tensors)), count(len(flat.tensors) + len(flat.scalars))
-        self._nodes = self._nodes_of(iter(flat.key), values, *places)
-        self._is_flat = all(isinstance(node, int) for node in self._nodes)
-
-    def _nodes_of(
+    def keep(
         self,
-        key: Iterator[Any],
-        values: int,
-        tensors: Iterator[int],
-        scalars: Iterator[int],
-        constants: Iterator[int],
-    ) -> list[_Node]:
-        nodes: list[_Node] = []
-        for _ in range(values):
-            token = next(key)
-            if token is torch.Tensor:
-                next(key), next(key), next(key)
-                nodes.append(next(tensors))
-            elif token is None:
-                self._constants.append(next(key))
-                nodes.append(next(constants))
-            elif token in _CODES:
-                nodes.append(next(scalars))
-            else:
-                names = next(key)
-                size = len(names) if token is dict else names
-                inner = self._nodes_of(key, size, tensors, scalars, constants)
-                nodes.append(_Container(token, names if token is dict else (), inner))
-        return nodes
+        request: autograd_pb2.ForwardWithAutogradRequest,
+        names: Sequence[str],
+        flat: Flat,
+    ) -> ReceivedPlan | None:
+        """Keeps what a call in full has in common with others that will name its plan. None if it cannot."""
+        self.are_understood = True
+        plan = self._received.get(request.plan)
+        if plan is None:
+            common = autograd_pb2.ForwardWithAutogradRequest(function=request.function)
+            if request.HasField("target"):
+                common.target.CopyFrom(request.target)
+            if request.HasField("modes"):
+                common.modes.CopyFrom(request.modes)
+            layout = Layout(len(request.args) + len(names), flat)
+            with self.lock:
+                plan = self._received.get(request.plan)
+                if plan is None and self.has_room((flat.key, names, common.SerializeToString())):
+                    plan = self._received[request.plan] = ReceivedPlan(common, layout, names)
+        return plan
 
-    def write(self, flat: Flat) -> tuple[bytes, list[Attachment]]:
-        """What a message says of values of this structure."""
-        memory, attachments = write_memory(flat.tensors, self._sizes)
-        return self._scalars.pack(*flat.scalars) + memory, attachments
-
-    def read(self, body: bytes, at: int, attachments: Sequence[Buffer]) -> PlannedValues:
-        """The values whose scalars and tensors begin at `at` in a body."""
-        try:
-            scalars = self._scalars.unpack_from(body, at)
-        except StructError as error:
-            raise MalformedMessage(f"a body of {len(body)} bytes lacks scalars") from error
-        tensors = read_memory(self._tensors, body, at + self._scalars.size, attachments)
-        return PlannedValues(self, tensors, scalars)
-
-    def build(self, tensors: Sequence[torch.Tensor], scalars: Sequence[Any]) -> list[Any]:
-        leaves = [*tensors, *scalars, *self._constants]
-        if self._is_flat:
-            return list(map(leaves.__getitem__, self._nodes))  # type: ignore[arg-type]
-        return _build(self._nodes, leaves)
-
-
-class PlannedValues:
-    """Values that came by a plan. What a `Decoder` is for values that came in full."""
-
-    __slots__ = ("_layout", "_scalars", "slots", "tensors")
-    is_shared = False
-    """Values that share memory go in full."""
-
-    def __init__(self, layout: Layout, tensors: list[torch.Tensor], scalars: Sequence[Any]) -> None:
-        self._layout = layout
-        self._scalars = scalars
-        self.tensors = tensors
-        """May be replaced before `values` is called."""
-        self.slots: Sequence[int] = layout.slots
-        """Which of them required grad at the sender."""
-
-    def keep_requires_grad(self) -> None:
-        """As `Decoder.keep_requires_grad`."""
-        for slot in self.slots:
-            self.tensors[slot].requires_grad_()
-
-    def values(self) -> list[Any]:
-        return self._layout.build(self.tensors, self._scalars)
-
-
-def _build(nodes: Sequence[_Node], leaves: Sequence[Any]) -> list[Any]:
-    values: list[Any] = []
-    for node in nodes:
-        if isinstance(node, int):
-            values.append(leaves[node])
-        else:
-            inner = _build(node.nodes, leaves)
-            values.append(
-                dict(zip(node.names, inner, strict=True)) if node.kind is dict else node.kind(inner)
-            )
-    return values
+    def received(self, number: int) -> ReceivedPlan:
+        """The plan that a call names."""
+        plan = self._received.get(number)
+        if plan is None:
+            raise MalformedMessage(f"there is no plan {number} here")
+        return plan

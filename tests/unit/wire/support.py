@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from gradwire.proto.v1 import tensor_pb2, value_pb2
-from gradwire.wire import Decoder, Encoder, Limits, TypeRegistry
+from gradwire.wire import Decoder, Encoder, Flat, Limits, TypeRegistry, flatten
 from gradwire.wire.memory import as_carrier
 
 torch.set_num_threads(1)
@@ -50,6 +50,12 @@ def assert_same_bits(arrived: torch.Tensor, sent: torch.Tensor) -> None:
     assert arrived.shape == sent.shape
     assert arrived.layout == sent.layout
     assert bits(arrived) == bits(sent)
+
+
+def taken_apart(values: Sequence[object]) -> Flat:
+    flat = flatten(values)
+    assert flat is not None
+    return flat
 
 
 Changes = Sequence[tuple[int, str, bytes]]
