@@ -955,9 +955,10 @@ def short_gradients(
     repeated: int = 0,
     autograd: bytes = said(flags=0),
     content: bytes = bytes(16),
+    flags: int = 1,
 ) -> bytes:
     """Gradients for a message with one tensor."""
-    head = struct.pack("<BB16s16s", 0, 1, b"\x03" * 16, message)
+    head = struct.pack("<BB16s16s", 0, flags, b"\x03" * 16, message)
     return head + autograd + bytes([slots, repeated]) + content
 
 
@@ -971,7 +972,9 @@ SHORT_CALLS: dict[str, tuple[bytes, list[bytes]]] = {
     "no metadata": (short_call(autograd=b"", content=b""), []),
     "half its metadata": (short_call()[:40], []),
     "4 billion ids": (short_call(autograd=said((MOST, 0, 0))), []),
-    "12 billion ids": (short_call(autograd=said((MOST, MOST, MOST), flags=255)), []),
+    "12 billion ids": (short_call(autograd=said((MOST, MOST, MOST), flags=3)), []),
+    "an unknown flag of its metadata": (short_call(autograd=said(flags=1 | 4)), []),
+    "all flags of its metadata": (short_call(autograd=said(flags=255, ids=bytes(16))), []),
     "one id too few": (short_call(autograd=said((0, 1, 0))), []),
     "one id too many": (short_call(autograd=said(ids=bytes(16))), []),
     "a segment handle that is not there": (short_call(autograd=said(flags=3), content=b""), []),
@@ -987,6 +990,12 @@ SHORT_GRADIENTS: dict[str, tuple[Callable[[bytes], bytes], list[bytes]]] = {
     "half a head": (lambda message: short_gradients(message)[:40], []),
     "half its metadata": (lambda message: short_gradients(message)[:60], []),
     "no such message": (lambda _: short_gradients(b"\x09" * 16), []),
+    "an unknown flag": (lambda message: short_gradients(message, flags=1 | 4), []),
+    "all flags": (lambda message: short_gradients(message, flags=255), []),
+    "an unknown flag of its metadata": (
+        lambda message: short_gradients(message, autograd=said(flags=4)),
+        [],
+    ),
     "a slot beyond": (lambda message: short_gradients(message, 2), []),
     "all slots": (lambda message: short_gradients(message, 255), []),
     "no slots": (lambda message: short_gradients(message, content=b"")[:-1], []),
@@ -1151,8 +1160,10 @@ def test_a_client_that_has_millions_of_plans_kept_takes_little_memory(worker: gw
         assert 1000 < kept == len(session.plans._received) < 10_000
 
 
-def short_response(number: int = 1, autograd: bytes = said(flags=0), content: bytes = bytes(16)) -> bytes:
-    return struct.pack("<BBH", 0, 0x80, number) + autograd + content
+def short_response(
+    number: int = 1, autograd: bytes = said(flags=0), content: bytes = bytes(16), flags: int = 0x80
+) -> bytes:
+    return struct.pack("<BBH", 0, flags, number) + autograd + content
 
 
 def full_response(**fields: Any) -> bytes:
@@ -1167,7 +1178,10 @@ SHORT_RESPONSES: dict[str, tuple[bytes, list[bytes]]] = {
     "a zero byte": (b"\0", []),
     "zero bytes": (bytes(100), []),
     "no metadata": (short_response(autograd=b"", content=b""), []),
-    "12 billion ids": (short_response(autograd=said((MOST, MOST, MOST), flags=255)), []),
+    "12 billion ids": (short_response(autograd=said((MOST, MOST, MOST), flags=3)), []),
+    "an unknown flag": (short_response(flags=0x80 | 2), []),
+    "a flag of another method": (short_response(flags=0x80 | 1), []),
+    "an unknown flag of its metadata": (short_response(autograd=said(flags=4)), []),
     "no result": (short_response(0), []),
     "an unknown result": (short_response(2), []),
     "the largest number of a result": (short_response(2**16 - 1), []),
@@ -1233,15 +1247,18 @@ def test_responses_in_short_that_are_forged_are_refused(worker: gws.Worker, kind
     eventually(lambda: not list(worker._peer.engine.container.contexts()))
 
 
-def contributions(*heads: bytes, count: int | None = None, content: bytes = bytes(16)) -> bytes:
+def contributions(
+    *heads: bytes, count: int | None = None, content: bytes = bytes(16), flags: int = 0x80
+) -> bytes:
     number = len(heads) if count is None else count
-    return short_response(number, content=b"".join(heads) + content)
+    return short_response(number, content=b"".join(heads) + content, flags=flags)
 
 
 CONTRIBUTIONS: dict[str, tuple[Callable[[bytes], bytes], list[bytes]]] = {
     "a zero byte": (lambda _: b"\0", []),
     "no head": (lambda _: contributions(count=1, content=b""), []),
     "65,535 messages": (lambda message: contributions(head_of(message), count=2**16 - 1), []),
+    "an unknown flag": (lambda message: contributions(head_of(message), flags=0x80 | 2), []),
     "a message that nobody sent": (lambda _: contributions(head_of(bytes(16))), []),
     "a message twice": (lambda message: contributions(head_of(message), head_of(message)), []),
     "a slot beyond": (lambda message: contributions(head_of(message, 2)), []),

@@ -19,6 +19,7 @@ __all__ = ["AutogradMetadata"]
 _HEAD = Struct("<16s16sQIIIB")
 """Context, message, oldest pass; how many ids follow in `depends_on`, `builds_on` and the releases; flags."""
 _HAS_MESSAGE, _HAS_HANDLE = 1, 2
+_UNKNOWN_FLAGS = ~(_HAS_MESSAGE | _HAS_HANDLE)
 _NO_ID = bytes(16)
 
 
@@ -76,6 +77,8 @@ class AutogradMetadata:
             context, message, oldest_pass, *counts, flags = _HEAD.unpack_from(body, at)
         except StructError as error:
             raise MalformedMessage(f"a body of {len(body)} bytes lacks its metadata") from error
+        if flags & _UNKNOWN_FLAGS:
+            raise MalformedMessage(f"metadata with unknown flags: {flags:#x}")
         metadata = cls(
             ContextId.of(context),
             AutogradMessageId.of(message) if flags & _HAS_MESSAGE else None,

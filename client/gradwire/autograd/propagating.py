@@ -15,13 +15,8 @@ from gradwire.autograd.gradients import Gradients, decode_gradients, encode_grad
 from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.autograd.modes import anomaly_is_wanted
 from gradwire.autograd.records import GradientsToReturn, SentArguments
-from gradwire.autograd.responses import read_short
-from gradwire.autograd.short_gradients import (
-    AWAITS_END,
-    GradientsReader,
-    GradientsWriter,
-    short_request,
-)
+from gradwire.autograd.responses import AWAITS_END, read_short
+from gradwire.autograd.short_gradients import GradientsReader, GradientsWriter, short_request
 from gradwire.errors import Cancelled, GradwireError, MalformedMessage, NotFound
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.runtime.scope import Scope, current_scope, waiting
@@ -294,7 +289,7 @@ def _deliver_short(
     payload: Payload,
 ) -> bool:
     """`_deliver` of a response in short, whose backward is never suspended."""
-    flags, count, _, released, at = read_short(payload.body)
+    flags, count, _, released, at = read_short(payload.body, AWAITS_END)
     try:
         if flags & AWAITS_END:
             awaiting_end.add(link)

@@ -14,11 +14,13 @@ from gradwire.proto.v1 import autograd_pb2
 from gradwire.wire import Attachment
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
 
-__all__ = ["FullResponse", "Response", "ShortResponse", "read_short", "what_it_brings"]
+__all__ = ["AWAITS_END", "FullResponse", "Response", "ShortResponse", "read_short", "what_it_brings"]
 
 _HEAD = Struct("<BBH")
 """The mark of a short form, flags, and a number. ForwardWithAutograd: the number of the structure of the
-result. PropagateGradients: how many messages have contributions; `short_gradients.AWAITS_END` is a flag."""
+result. PropagateGradients: how many messages have contributions."""
+AWAITS_END = 1
+"""A flag of PropagateGradients: `awaits_end` of its response in full."""
 _HAS_METADATA = 1 << 7
 _NO_METADATA = AutogradMetadata(ContextId(0, 0))
 
@@ -74,12 +76,17 @@ class ShortResponse:
 Response = FullResponse | ShortResponse
 
 
-def read_short(body: bytes) -> tuple[int, int, AutogradMetadata, list[AutogradMessageId], int]:
-    """Flags, number, metadata and releases of a response in short, and where its content begins."""
+def read_short(
+    body: bytes, known_flags: int = 0
+) -> tuple[int, int, AutogradMetadata, list[AutogradMessageId], int]:
+    """Flags, number, metadata and releases of a response in short, and where its content begins.
+    `known_flags`: those that a response of this kind may have."""
     try:
         _, flags, number = _HEAD.unpack_from(body)
     except StructError as error:
         raise MalformedMessage(f"a response of {len(body)} bytes") from error
+    if flags & ~(_HAS_METADATA | known_flags):
+        raise MalformedMessage(f"a response with unknown flags: {flags:#x}")
     if not flags & _HAS_METADATA:
         return flags, number, _NO_METADATA, [], _HEAD.size
     return flags, number, *AutogradMetadata.from_short(body, _HEAD.size)
@@ -91,7 +98,7 @@ def what_it_brings(
     """What a response that nobody will decode would have released here, and what is to be released at the
     other peer: the results and refs that it brings. `kind` is its message in full."""
     if wire.is_short(body):
-        _, _, metadata, released, _ = read_short(body)
+        _, _, metadata, released, _ = read_short(body, AWAITS_END)
         return released, [] if metadata.message is None else [metadata.message]
     response = wire.parse(kind, body)
     brought = [

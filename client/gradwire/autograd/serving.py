@@ -26,8 +26,8 @@ from gradwire.autograd.messages import receive_call, send_results
 from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.autograd.modes import detecting_anomaly
 from gradwire.autograd.records import GradientsToReturn, ReceivedTensors, SentArguments, SentResults
-from gradwire.autograd.responses import FullResponse, ShortResponse
-from gradwire.autograd.short_gradients import AWAITS_END, GradientsWriter, ShortRequest
+from gradwire.autograd.responses import AWAITS_END, FullResponse, ShortResponse
+from gradwire.autograd.short_gradients import GradientsWriter, ShortRequest
 from gradwire.errors import NotFound
 from gradwire.proto.v1 import autograd_pb2
 from gradwire.runtime.scope import Scope, current_scope, entered

@@ -20,7 +20,7 @@ from gradwire.autograd.metadata import AutogradMetadata
 from gradwire.errors import MalformedMessage
 from gradwire.wire.ids import AutogradMessageId, ContextId, read_ids
 
-__all__ = ["AWAITS_END", "GradientsReader", "GradientsWriter", "ShortRequest", "short_request"]
+__all__ = ["GradientsReader", "GradientsWriter", "ShortRequest", "short_request"]
 
 _REQUEST = Struct("<BB16s16s")
 """The mark of a short form, flags, the pass, and the message that the gradients are for."""
@@ -28,8 +28,7 @@ _MOST_MESSAGES = 1024
 _MOST_ATTACHMENTS = 1024
 """Beyond these numbers, gradients are better in full."""
 _RETAIN_GRAPH, _SKIP_LEAVES = 1, 2
-AWAITS_END = 1
-"""A flag of a response."""
+_UNKNOWN_FLAGS = ~(_RETAIN_GRAPH | _SKIP_LEAVES)
 
 
 class GradientsWriter:
@@ -166,6 +165,8 @@ class ShortRequest:
             _, flags, pass_id, message = _REQUEST.unpack_from(body)
         except StructError as error:
             raise MalformedMessage(f"a request of {len(body)} bytes") from error
+        if flags & _UNKNOWN_FLAGS:
+            raise MalformedMessage(f"a request with unknown flags: {flags:#x}")
         self.pass_id = AutogradMessageId.of(pass_id)
         self.message = AutogradMessageId.of(message)
         self.retain_graph = bool(flags & _RETAIN_GRAPH)
