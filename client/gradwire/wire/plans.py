@@ -30,7 +30,10 @@ MARK = 0
 _MARK = bytes([MARK])
 _MOST_BYTES = 8 * 1024 * 1024
 """Of all structures of a link together, as `_memory_of` estimates them."""
-_MOST_SEEN = 1000
+_LEAST_BYTES = 1200
+"""Of one structure."""
+_MOST_SEEN = _MOST_BYTES // _LEAST_BYTES
+"""Of how many calls that were made once the hashes are kept: no more structures than that have room."""
 _MOST_RESULTS = 16
 """How many structures of results a plan numbers: as many as there are bits in what a request says of them."""
 
@@ -43,7 +46,7 @@ def is_short(body: bytes) -> bool:
 def _memory_of(structure: object) -> int:
     """The memory that it takes to keep a structure, as measured for the most costly ones: many that are
     empty, and lists within lists. Others take less."""
-    return 1200 + 9 * len(repr(structure))
+    return _LEAST_BYTES + 9 * len(repr(structure))
 
 
 class SentPlan:

@@ -184,9 +184,18 @@ def test_what_was_seen_once_keeps_nothing_alive() -> None:
 
 def test_calls_that_are_all_different_are_not_all_remembered() -> None:
     plans = Plans()
-    for number in range(5000):
-        assert plans.plan_for((number,), 1, taken_apart([number])) is None
-    assert len(plans._seen) <= 1000
+    with traced() as size:
+        before = size()
+        for number in range(50_000):
+            assert plans.plan_for((number,), 1, taken_apart([number])) is None
+        assert size() - before < 1024 * 1024
+
+
+def test_as_many_structures_in_turn_as_have_room_get_plans() -> None:
+    plans, flat = Plans(), taken_apart([])
+    for _ in range(2):
+        found = [plans.plan_for((number,), 0, flat) for number in range(6000)]
+    assert None not in found
 
 
 def test_no_message_of_the_contract_looks_short() -> None:
