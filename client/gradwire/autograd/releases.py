@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwire.autograd.contexts import DistAutogradContainer
-from gradwire.autograd.responses import Response, what_it_brings
+from gradwire.autograd.responses import Response, releases_of_discarded
 from gradwire.errors import GradwireError, MalformedMessage
 from gradwire.proto.v1 import autograd_pb2, link_pb2
 from gradwire.system.timers import call_later
@@ -196,9 +196,9 @@ class Releases:
     def _release_discarded(self, kind: type[Any], body: bytes, releases: PeerReleases) -> None:
         """Releases the messages and refs in a response that no future will decode."""
         try:
-            released, brought = what_it_brings(kind, body)
+            here, there = releases_of_discarded(kind, body)
         except MalformedMessage:
             return
-        self._container.release(released)
-        for id in brought:
+        self._container.release(here)
+        for id in there:
             releases.append(id)

@@ -14,7 +14,7 @@ from gradwire.proto.v1 import autograd_pb2
 from gradwire.wire import Attachment
 from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message_protos
 
-__all__ = ["AWAITS_END", "FullResponse", "Response", "ShortResponse", "read_short", "what_it_brings"]
+__all__ = ["AWAITS_END", "FullResponse", "Response", "ShortResponse", "read_short", "releases_of_discarded"]
 
 _HEAD = Struct("<BBH")
 """The mark of a short form, flags, and a number. ForwardWithAutograd: the number of the structure of the
@@ -92,20 +92,20 @@ def read_short(
     return flags, number, *AutogradMetadata.from_short(body, _HEAD.size)
 
 
-def what_it_brings(
+def releases_of_discarded(
     kind: type[Any], body: bytes
 ) -> tuple[Sequence[AutogradMessageId], list[AutogradMessageId]]:
-    """What a response that nobody will decode would have released here, and what is to be released at the
-    other peer: the results and refs that it brings. `kind` is its message in full."""
+    """The releases for a response that nobody will decode. Here: those that ride on it. At the other peer:
+    the results and refs that it brings. `kind` is its message in full."""
     if wire.is_short(body):
         _, _, metadata, released, _ = read_short(body, AWAITS_END)
         return released, [] if metadata.message is None else [metadata.message]
     response = wire.parse(kind, body)
-    brought = [
+    there = [
         AutogradMessageId(ref.peer.id, ref.release_number)
         for ref in wire.refs_in([response])
         if ref.release_number
     ]
     if response.HasField("autograd"):
-        brought.append(AutogradMessageId.parse(response.autograd.message))
-    return message_ids(response.released), brought
+        there.append(AutogradMessageId.parse(response.autograd.message))
+    return message_ids(response.released), there
