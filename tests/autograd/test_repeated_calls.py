@@ -148,7 +148,7 @@ def computed(
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("first", [0, 1000])
 def test_repeated_calls_are_as_in_one_process(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    went_short = dict.fromkeys(("short_call", "_decode_short", "short_request", "_deliver_short"), 0)
+    went_short = dict.fromkeys(("short_call", "_decode_short", "short_request", "_contributions_in_short"), 0)
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:

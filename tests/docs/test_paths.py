@@ -25,7 +25,7 @@ SOMETIMES = {
         "GraphSegments.dependencies_of_results",
         "GraphSegments.reached_by",
     ),
-    *("gradients.decode_gradients", "serving._encode_contributions", "serving._run_or_suspend"),
+    *("gradients.decode_gradients", "serving._encode_contributions", "serving._suspended"),
     *("Gathering.add", "hooks.run_waiting_hooks", "ParameterAccess.read", "Scope.cancel_with_caller"),
     "GrpcStream.__next__",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
@@ -253,57 +253,63 @@ def _deliver(
     """Puts the contributions of a response to the arguments that they are for. Whether the backward that made
     them is suspended."""
     if wire.is_short(payload.body):
-        return _deliver_short(engine, task, awaited, awaiting_end, link, payload)
-    response = wire.parse(autograd_pb2.PropagateGradientsResponse, payload.body)
+        flags, count, _, released, at = read_short(payload.body, AWAITS_END)
+        awaits_end, is_suspended = bool(flags & AWAITS_END), False
+        contributions = _contributions_in_short(payload, at, count, awaited, link)
+    else:
+        response = wire.parse(autograd_pb2.PropagateGradientsResponse, payload.body)
+        released = message_ids(response.released)
+        awaits_end, is_suspended = response.awaits_end, response.is_suspended
+        contributions = _contributions_in_full(payload, response, engine, awaited, link, what, compression)
+    try:
+        if awaits_end:
+            awaiting_end.add(link)
+        for sent, gradients in contributions:
+            if not sent.put(task, gradients):
+                raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {sent.id}")
+        return is_suspended
+    finally:
+        if released:
+            engine.container.release(released)
+
+
+def _contributions_in_short(
+    payload: Payload, at: int, count: int, awaited: dict[AutogradMessageId, SentArguments], link: Link
+) -> Iterator[tuple[SentArguments, Gradients]]:
+    """The contributions to `count` messages, which begin at `at`."""
+    reader = GradientsReader(payload.body, at)
+    all_sent = []
+    for _ in range(count):
+        all_sent.append(_awaited(awaited, reader.read_message(), link))
+        reader.expect(all_sent[-1].metadata)
+    yield from zip(all_sent, reader.read(payload.attachments), strict=True)
+
+
+def _contributions_in_full(
+    payload: Payload,
+    response: autograd_pb2.PropagateGradientsResponse,
+    engine: DistEngine,
+    awaited: dict[AutogradMessageId, SentArguments],
+    link: Link,
+    what: str,
+    compression: autograd_pb2.Compression | None,
+) -> Iterator[tuple[SentArguments, Gradients]]:
     ids = [AutogradMessageId.parse(contribution.message) for contribution in response.contributions]
     expected = (awaited.get(id) or engine.container.arguments(id) for id in ids)
     metadata = [tensor for sent in expected if sent is not None for tensor in sent.metadata]
     limits = gradient_limits(link.limits, metadata)
     decoder = wire.Decoder(response.tensors, payload.attachments, limits=limits)
     link.count_saved(decoder.saved)
-    try:
-        if response.awaits_end:
-            awaiting_end.add(link)
-        if response.HasField("autograd"):
-            from gradwire.autograd.send_recv import receive
+    if response.HasField("autograd"):
+        from gradwire.autograd.send_recv import receive
 
-            what = f"the backward of {what}"
-            came = AutogradMetadata.parse(response.autograd)
-            if came.message is not None:
-                receive(engine, came, came.message, decoder, link, what, compression, are_arguments=False)
-        for id, contribution in zip(ids, response.contributions, strict=True):
-            sent = _awaited(awaited, id, link)
-            _put(sent, task, decode_gradients(contribution, decoder, sent.metadata), link)
-        return response.is_suspended
-    finally:
-        if response.released:
-            engine.container.release(message_ids(response.released))
-
-
-def _deliver_short(
-    engine: DistEngine,
-    task: int,
-    awaited: dict[AutogradMessageId, SentArguments],
-    awaiting_end: set[Link],
-    link: Link,
-    payload: Payload,
-) -> bool:
-    """`_deliver` of a response in short, whose backward is never suspended."""
-    flags, count, _, released, at = read_short(payload.body, AWAITS_END)
-    try:
-        if flags & AWAITS_END:
-            awaiting_end.add(link)
-        reader = GradientsReader(payload.body, at)
-        all_sent = []
-        for _ in range(count):
-            all_sent.append(_awaited(awaited, reader.read_message(), link))
-            reader.expect(all_sent[-1].metadata)
-        for sent, gradients in zip(all_sent, reader.read(payload.attachments), strict=True):
-            _put(sent, task, gradients, link)
-        return False
-    finally:
-        if released:
-            engine.container.release(released)
+        what = f"the backward of {what}"
+        came = AutogradMetadata.parse(response.autograd)
+        if came.message is not None:
+            receive(engine, came, came.message, decoder, link, what, compression, are_arguments=False)
+    for id, contribution in zip(ids, response.contributions, strict=True):
+        sent = _awaited(awaited, id, link)
+        yield sent, decode_gradients(contribution, decoder, sent.metadata)
 
 
 def _awaited(
@@ -318,11 +324,6 @@ def _awaited(
             "contexts"
         )
     return sent
-
-
-def _put(sent: SentArguments, task: int, gradients: Gradients, link: Link) -> None:
-    if not sent.put(task, gradients):
-        raise MalformedMessage(f"{link.peer} sent gradients that nothing here awaits: {sent.id}")
 
 
 def tell_pass_ended(context: ContextId, pass_id: AutogradMessageId, link: Link) -> Propagation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -50,11 +50,9 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall, scope: Scope) -
         _serve_short(engine, server_call, link, scope)
         return
     request = wire.parse(autograd_pb2.PropagateGradientsRequest, server_call.request.body)
-    if request.released:
-        engine.container.release(message_ids(request.released))
     context = ContextId.parse(request.context)
     pass_id = AutogradMessageId.parse(getattr(request, "pass"))
-    _check_not_over(engine, pass_id)
+    _begin(engine, pass_id, message_ids(request.released))
     if request.pass_ended:
         with entered(scope):
             run_waiting_hooks(engine, pass_id)
@@ -90,13 +88,9 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall, scope: Scope) -
             (sent, decode_gradients(message, decoder, sent.metadata))
             for sent, message in zip(all_sent, messages, strict=True)
         ]
-        try:
-            contributions, response.is_suspended = _run_or_suspend(
-                engine, run, context, items, request, server_call
-            )
-        finally:
-            if not request.retain_graph:
-                engine.container.release([sent.id for sent in all_sent if isinstance(sent, SentResults)])
+        contributions, response.is_suspended = _run_or_suspend(
+            engine, run, context, items, request, server_call
+        )
         response.awaits_end = engine.passes.hooks.any_waiting(pass_id)
         _encode_contributions(contributions, run, response, encoder, compression)
         made = None
@@ -117,9 +111,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall, scope: Scope) -
 def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link, scope: Scope) -> None:
     """`serve_propagate` for a request in short."""
     request = ShortRequest(server_call.request.body)
-    if request.released:
-        engine.container.release(request.released)
-    _check_not_over(engine, request.pass_id)
+    _begin(engine, request.pass_id, request.released)
     sent = _find(engine, request.message)
     gradients = request.gradients(sent.metadata, server_call.request.attachments)
     server_call.request = NO_PAYLOAD
@@ -129,18 +121,17 @@ def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link, scope:
     context = request.context
     scope = scope.for_request(context, detect_anomaly=False)
     with entered(scope), engine.container.in_use(context, requester=run.requester):
-        try:
-            _run(engine, run, context, [(sent, gradients)])
-        finally:
-            if not request.retain_graph and isinstance(sent, SentResults):
-                engine.container.release([sent.id])
+        _run_or_suspend(engine, run, context, [(sent, gradients)], request, server_call)
         awaits_end = engine.passes.hooks.any_waiting(request.pass_id)
         response = _short_contributions(run, awaits_end) or _full_contributions(run, awaits_end, link)
     del sent, gradients, run  # as in `serve_propagate`
     engine.releases.respond(server_call, response)
 
 
-def _check_not_over(engine: DistEngine, pass_id: AutogradMessageId) -> None:
+def _begin(engine: DistEngine, pass_id: AutogradMessageId, released: Sequence[AutogradMessageId]) -> None:
+    """What comes first in each request: its releases, and whether its pass still goes on."""
+    if released:
+        engine.container.release(released)
     if engine.passes.is_over(pass_id):
         raise NotFound(
             f"pass {pass_id} is over: its backward failed or was given up, so this no longer counts"
@@ -168,15 +159,35 @@ def _run_or_suspend(
     run: BackwardRun,
     context: ContextId,
     items: Sequence[tuple[Sent, Gradients]],
-    request: autograd_pb2.PropagateGradientsRequest,
+    request: autograd_pb2.PropagateGradientsRequest | ShortRequest,
     server_call: ServerCall,
 ) -> tuple[list[GradientsToReturn], bool]:
-    """Backpropagates. The contributions, and whether the backward is suspended until more gradients come."""
-    if not request.HasField("suspended_backward"):
+    """Backpropagates, and lets go of the graph unless the requester wants it again. The contributions, and
+    whether the backward is suspended until more gradients come."""
+    results = [(sent, gradients) for sent, gradients in items if isinstance(sent, SentResults)]
+    run.checks = [sent.check_fresh for sent, _ in results if sent.check_fresh is not None]
+    try:
+        if not isinstance(request, ShortRequest) and request.HasField("suspended_backward"):
+            suspended = _suspended(engine, run, context, items, request, server_call)
+            if suspended is not None:
+                return suspended.add(results, server_call)
         _run(engine, run, context, items)
         return run.contributions, False
-    run.checks = _checks(items)
-    results = [(sent, gradients) for sent, gradients in items if isinstance(sent, SentResults)]
+    finally:
+        if not request.retain_graph:
+            engine.container.release([sent.id for sent, _ in results])
+
+
+def _suspended(
+    engine: DistEngine,
+    run: BackwardRun,
+    context: ContextId,
+    items: Sequence[tuple[Sent, Gradients]],
+    request: autograd_pb2.PropagateGradientsRequest,
+    server_call: ServerCall,
+) -> SuspendedBackward | None:
+    """The suspended backward that gradients are for, new if they are the first; None if it cannot be
+    suspended."""
     id = AutogradMessageId.parse(request.suspended_backward)
     suspended = engine.suspended.get(id)
     if suspended is None and not request.gradients_to_come:
@@ -187,10 +198,9 @@ def _run_or_suspend(
         suspended = SuspendedBackward(run, server_call)
         root = suspended.root(all_results) if len(engine.suspended) < _MAX_SUSPENDED else None
         if root is None:
-            _run(engine, run, context, items)
-            return run.contributions, False
+            return None
         suspended.start(id, partial(_run_suspended, engine, run, context, [root], request.detect_anomaly))
-    return suspended.add(results, server_call)
+    return suspended
 
 
 def _run_suspended(
@@ -203,23 +213,15 @@ def _run_suspended(
     roots.clear()  # and the graph with them, before there is a response
 
 
-def _checks(items: Sequence[tuple[Sent, Gradients]]) -> list[Callable[[], None]]:
-    return [
-        sent.check_fresh
-        for sent, _ in items
-        if isinstance(sent, SentResults) and sent.check_fresh is not None
-    ]
-
-
 def _run(
     engine: DistEngine, run: BackwardRun, context: ContextId, items: Sequence[tuple[Sent, Gradients]]
 ) -> None:
     """Backpropagates from tensors that this peer sent."""
-    run.checks = _checks(items)
     wanted = [
         (edge, gradient)
         for sent, gradients in items
-        if not _deliver_if_awaited(engine.container.arguments(sent.id), gradients, run)
+        if (awaited := engine.container.arguments(sent.id)) is None
+        or not _deliver_if_awaited(awaited, gradients, run)
         for edge, gradient in zip(sent.edges, gradients, strict=True)
         if edge is not None and gradient is not None
     ]
@@ -244,14 +246,12 @@ def _backward(
         backward_to_leaves(roots, gradients, run, partial(engine.accumulate, run, into))
 
 
-def _deliver_if_awaited(sent: SentArguments | None, gradients: Gradients, run: BackwardRun) -> bool:
+def _deliver_if_awaited(sent: SentArguments, gradients: Gradients, run: BackwardRun) -> bool:
     """Hands gradients to a graph task of the same pass that waits for them here. Returns whether there is
     one.
 
     If there is none, they start a backward of their own.
     """
-    if sent is None:
-        return False
     for id in sent.awaiting_tasks():
         task = find_task(id)
         if task is not None and task.is_in_pass(run.pass_id) and sent.put(id, gradients):
