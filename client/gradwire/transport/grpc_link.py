@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -202,10 +203,10 @@ class GrpcLink(Session):
 
     def _open(self, channel: grpc.Channel, stream: GrpcStream, attempt: int) -> Any:
         """Opens a stream, which starts with Hello."""
-        stream.first.append(frames.envelope(link_pb2.Frame(hello=self._hello(attempt))))
+        hello = frames.envelope(link_pb2.Frame(hello=self._hello(attempt)))
         # Frames are encoded already, so gRPC gets no serializers.
         open_stream: Any = channel.stream_stream(LINK_METHOD)
-        self._call = call = open_stream(iter(stream))
+        self._call = call = open_stream(chain([hello], stream))
         if self.ended is not None:
             call.cancel()  # the thread that ended the link could not know of this call
         return call
@@ -302,14 +303,13 @@ class GrpcLink(Session):
             try:
                 if connection is None:
                     if welcome.HasField("same_host") or welcome.HasField("direct"):
-                        stream.first.append(frames.NOTHING)  # "the session goes over this stream"
+                        stream.opening = frames.NOTHING  # "the session goes over this stream"
                     self.attach(stream)
                 else:
                     self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
             except OSError as error:
                 raise _Broken(f"the session cannot go over the connection: {error}") from error
             if connection is None:
-                self._flush()
                 reader = stream.read(call, grpc_messages.of_client(call), f"gradwire-read-{self.target}")
             self.handle(most_requests=0)
             self._connected.set()

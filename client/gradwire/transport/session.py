@@ -309,8 +309,8 @@ class Session(Link):
                 self._stream, self._has_socket = stream, True
             else:
                 self._native.attach(time.monotonic(), self)
-                self._stream, stream.was_attached = stream, True
-                self._wake()
+                self._stream = stream
+                stream.hand_over()
             event_loop.start()
         if previous is not None:
             previous.close()
@@ -329,31 +329,27 @@ class Session(Link):
             return self._ended is None
 
     def begin_output(self, stream: GrpcStream) -> bool:
-        """Whether there is something to write to a stream that is asleep. It no longer is then."""
+        """Gives the calling thread the right to write if nobody has it, and there is something to write."""
         with self._lock:
-            if not stream.is_asleep or self._stream is not stream:
+            if self._stream is not stream or stream.writer != "nobody" or not self._native.has_output:
                 return False
-            if not (stream.first or self._native.has_output):
-                return False
-            stream.is_asleep = False
+            stream.writer = "caller"
             return True
 
     def take_output(self, stream: GrpcStream) -> bytes | None:
-        """What a stream is to write next; empty if there is nothing now, and None if nothing more comes."""
+        """What a stream is to write next. Empty if there is nothing now: then nobody has the right to write.
+        None if nothing more comes."""
         data = b""
         while True:
             with self._lock:
                 if self._stream is not stream:
-                    if stream.was_attached:
-                        return None
-                    stream.sleep()
-                    return b""
+                    return None
                 if not self._native.has_output:
                     if data:
                         return data
                     if self._ended is not None:
                         return None
-                    stream.sleep()
+                    stream.rest()
                     return b""
                 data = self._native.take_output(_SMALL_BYTES, _BULK_BYTES, data)
                 # The thread may be gRPC's, which reads all streams: the rest is left to the event loop.
@@ -362,13 +358,6 @@ class Session(Link):
             # After a check there is more to write, which had better go in the same message.
             if len(data) > _SMALL_BYTES or (data and not events):
                 return data
-
-    def _wake(self, *, at_the_end: bool = False) -> None:
-        """Has the stream's own thread write if there is something to write. The lock is held."""
-        stream = self._stream
-        if isinstance(stream, GrpcStream) and stream.is_asleep and (at_the_end or self._native.has_output):
-            stream.wake()
-            stream.is_asleep = False
 
     def _flush(self, *, is_large: bool = False) -> None:
         """Writes what there is to write. The lock is not held."""
@@ -575,7 +564,8 @@ class Session(Link):
             if self._timer is not None:
                 self._timer.cancel()
             self._delivered.notify_all()
-            self._wake(at_the_end=True)  # whatever is left to write: the goodbye, or nothing
+            if isinstance(self._stream, GrpcStream) and self._stream.writer == "nobody":
+                self._stream.hand_over()  # to write the goodbye, if there is one, and end
         self._flush()
         self._handle_events(events)
         for call in calls:

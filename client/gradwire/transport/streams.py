@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Literal, Protocol
 
 import grpc
 
@@ -19,18 +19,24 @@ __all__ = ["GrpcStream", "SocketStream"]
 log = logging.getLogger("gradwire.link")
 
 _WRITTEN_AT_ONCE = 64 * 1024
-"""After a larger message the stream's own thread goes on: it takes long to copy, and all streams share
-gRPC's."""
+"""After a larger message the stream's iterator goes on: the next may take long to copy, and all streams share
+gRPC's own thread."""
+
+
+Writer = Literal["nobody", "caller", "iterator"]
+"""Who has the right to write to a gRPC stream, of which there is one. A caller is a thread that has made
+something to write; when that is written, gRPC's own thread takes its place."""
 
 
 class Source(Protocol):
     """A session, as the stream that carries it sees it."""
 
     def begin_output(self, stream: GrpcStream) -> bool:
-        """Whether there is something to write, and the stream is asleep. Then the calling thread writes."""
+        """Gives the calling thread the right to write if nobody has it, and there is something to write."""
 
     def take_output(self, stream: GrpcStream) -> bytes | None:
-        """What the stream is to write next; empty if there is nothing now, and None if nothing more comes."""
+        """What the stream is to write next. Empty if there is nothing now: then nobody has the right to
+        write. None if nothing more comes."""
 
     def feed(self, data: bytes, stream: GrpcStream) -> None:
         """Takes what the stream has read."""
@@ -41,7 +47,7 @@ class GrpcStream:
 
     It is the iterator over the writes, which a thread of gRPC's runs. With `Messages`, whoever has something
     to write writes it while that thread sleeps, and gRPC's own thread reads; without, a thread is started to
-    read. One thread at a time has the right to write.
+    read. Nothing is written before the session is attached.
     """
 
     def __init__(self, session: Source) -> None:
@@ -49,17 +55,11 @@ class GrpcStream:
         self._on_first: Callable[[], object] | None = None
         self._messages: Messages | None = None
         self._wakes: SimpleQueue[None] = SimpleQueue()
-        self.first: list[bytes] = []
+        """One for each reason for the iterator to look again."""
+        self.writer: Writer = "nobody"
+        """Where it is nobody, and where it becomes nobody, the session's lock guards it."""
+        self.opening: bytes | None = None
         """What is written before anything of the session."""
-        self._is_iterators_turn = True
-        """Whether the iterator has the right to write."""
-        self._is_writing = False
-        """Whether `Messages` write."""
-        self._wrote_much = False
-        self.is_asleep = False
-        """Whether nobody has the right to write. The session's lock guards it."""
-        self.was_attached = False
-        """Whether the session has been attached to it. Until then only what was put is written."""
         self.closed = False
 
     # -- reading
@@ -108,46 +108,37 @@ class GrpcStream:
         """Writes what there is to write, unless another thread does. No lock is held."""
         with Uninterrupted():  # the right to write must not be lost
             if self._session.begin_output(self):
-                if self._messages is None:
-                    self.wake()
-                else:
-                    self._write(self._messages)
+                self._write()
 
-    def wake(self) -> None:
-        """Hands the right to write, which the caller has, to the iterator."""
-        self._is_iterators_turn = True
-        self._wakes.put(None)
-
-    def sleep(self) -> None:
-        """Gives up the right to write. The session's lock is held."""
-        self._is_iterators_turn = False
-        self.is_asleep = True
-
-    def _write(self, messages: Messages) -> None:
-        """Writes a message. The right to write is the calling thread's, and the next one's then."""
+    def _write(self) -> None:
+        """Writes a message, as a caller."""
+        if self._messages is None or self.closed:
+            self.hand_over()
+            return
         try:
             data = self._session.take_output(self)
             if data == b"":
                 return
-            if data is not None:
-                self._wrote_much = len(data) > _WRITTEN_AT_ONCE
-                self._is_writing = True
-                if messages.write(data, self._on_written):
-                    return
-                self._is_writing = False
+            on_written = self.hand_over if data and len(data) > _WRITTEN_AT_ONCE else self._write
+            if data is None or not self._messages.write(data, on_written):
+                self.hand_over()  # it ends
         except BaseException:
             # Without memory. What was taken is sent again over the next stream.
-            self._is_writing = False
             self.close()
+            self.hand_over()
             raise
-        self.wake()  # it ends
 
-    def _on_written(self) -> None:
-        self._is_writing = False
-        if self.closed or self._wrote_much or self._messages is None:
-            self.wake()
-        else:
-            self._write(self._messages)
+    def hand_over(self) -> None:
+        """Gives the right to write to the iterator. It is the calling thread's, or it is nobody's and the
+        session's lock is held."""
+        self.writer = "iterator"
+        self._wakes.put(None)
+
+    def rest(self) -> None:
+        """Nobody has the right to write any more. The session's lock is held."""
+        self.writer = "nobody"
+        if self.closed:
+            self._wakes.put(None)
 
     def close(self) -> None:
         self.closed = True
@@ -158,25 +149,19 @@ class GrpcStream:
 
     def __next__(self) -> bytes:
         while True:
-            # A message that is being written has to be written before gRPC is told that the stream ends.
-            if self.closed and not self._is_writing:
-                if self.first:
-                    return self.first.pop(0)
+            # What a caller writes has to be written before gRPC is told that the stream ends.
+            if self.closed and self.writer != "caller":
                 raise StopIteration
-            # Set only, not cleared: another thread may hand the turn over meanwhile.
-            if self.first and not self._is_iterators_turn and self._session.begin_output(self):
-                self._is_iterators_turn = True
-            if self._is_iterators_turn:
-                if self.first:
-                    return self.first.pop(0)
+            if self.writer == "iterator":
+                if self.opening is not None:
+                    opening, self.opening = self.opening, None
+                    return opening
                 data = self._session.take_output(self)
                 if data is None:
                     raise StopIteration
                 if data:
                     return data
-                if self.first:
-                    continue
-            self._wakes.get()  # `close` wakes, too, and ending a stream always closes it
+            self._wakes.get()
 
 
 class SocketStream:

@@ -3,100 +3,119 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.unit.system.support import SECONDS, eventually
 
 from gradwire.transport import GrpcStream
 
-SECONDS = 20.0
 
+class Sends:
+    """A session with some messages to write. Its stream is attached."""
 
-class Idle:
-    """A session with nothing to write."""
-
-    def __init__(self) -> None:
-        self.was_asked = threading.Event()
-        self._lock = threading.Lock()
+    def __init__(self, *messages: bytes) -> None:
+        self.messages = list(messages)
+        self.lock = threading.Lock()
 
     def begin_output(self, stream: GrpcStream) -> bool:
-        with self._lock:
-            begins = stream.is_asleep and bool(stream.first)
-            stream.is_asleep = stream.is_asleep and not begins
+        with self.lock:
+            begins = stream.writer == "nobody" and bool(self.messages)
+            if begins:
+                stream.writer = "caller"
             return begins
 
     def take_output(self, stream: GrpcStream) -> bytes:
-        with self._lock:
-            stream.sleep()
-        self.was_asked.set()
-        return b""
+        with self.lock:
+            if self.messages:
+                return self.messages.pop(0)
+            stream.rest()
+            return b""
 
     def feed(self, data: bytes, stream: GrpcStream) -> None:
         raise AssertionError("nothing was read")
 
 
-def test_what_is_put_while_it_waits_for_the_session_is_written_at_once() -> None:
-    session = Idle()
-    stream = GrpcStream(session)
-    with ThreadPoolExecutor(1) as pool:
-        written = pool.submit(next, stream)
-        assert session.was_asked.wait(SECONDS)
-        stream.first.append(b"the session goes over this stream")
-        stream.flush()
-        try:
-            assert written.result(SECONDS) == b"the session goes over this stream"
-        finally:
-            stream.close()
+class Written:
+    """Messages that are written when a test says so."""
 
-
-def test_what_was_put_is_written_even_if_the_stream_is_closed_before() -> None:
-    stream = GrpcStream(Idle())
-    stream.first.append(b"the session goes over this stream")
-    stream.close()
-    assert list(stream) == [b"the session goes over this stream"]
-
-
-class HandsOver(Idle):
-    """Another thread hands the right to write to the iterator just before that asks for it."""
-
-    def begin_output(self, stream: GrpcStream) -> bool:
-        stream.wake()
-        return False
-
-
-def test_the_right_to_write_is_not_lost_when_it_is_handed_over_and_asked_for_at_once() -> None:
-    stream = GrpcStream(HandsOver())
-    stream.sleep()
-    stream.first.append(b"the session goes over this stream")
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            assert pool.submit(next, stream).result(SECONDS) == b"the session goes over this stream"
-        finally:
-            stream.close()
-
-
-class WithoutMemory(Idle):
-    def begin_output(self, stream: GrpcStream) -> bool:
-        return True
-
-    def take_output(self, stream: GrpcStream) -> bytes:
-        raise MemoryError
-
-
-class Never:
-    """Messages that are never written."""
+    def __init__(self) -> None:
+        self.begun: list[bytes] = []
+        self.on_written: Callable[[], object] = lambda: None
 
     def write(self, data: bytes, on_written: Callable[[], object]) -> bool:
-        raise AssertionError("nothing was taken")
+        self.begun.append(data)
+        self.on_written = on_written
+        return True
 
     def read(self, on_read: Callable[[bytes | None], object]) -> None:
         pass
 
 
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def test_the_opening_goes_before_what_the_session_writes(pool: ThreadPoolExecutor) -> None:
+    stream = GrpcStream(Sends(b"a message"))
+    written = pool.submit(next, stream)
+    stream.opening = b"the session goes over this stream"
+    stream.hand_over()
+    assert written.result(SECONDS) == b"the session goes over this stream"
+    assert next(stream) == b"a message"
+
+
+def test_small_messages_are_written_by_the_caller_and_what_follows_a_large_one_by_the_iterator() -> None:
+    large = bytes(1 << 20)
+    messages = Written()
+    stream = GrpcStream(Sends(b"small", large, b"more"))
+    stream.read(iter(()), messages, "")
+    stream.flush()
+    messages.on_written()
+    assert messages.begun == [b"small", large]
+    messages.on_written()
+    assert stream.writer == "iterator"
+    assert next(stream) == b"more"
+
+
+def test_a_stream_that_is_closed_ends_when_what_is_being_written_was_written(
+    pool: ThreadPoolExecutor,
+) -> None:
+    messages = Written()
+    stream = GrpcStream(Sends(b"a message", b"more"))
+    stream.read(iter(()), messages, "")
+    stream.flush()
+    ended = pool.submit(list, stream)
+    stream.close()
+    eventually(stream._wakes.empty)
+    assert not ended.done()
+    messages.on_written()
+    assert ended.result(SECONDS) == []
+    assert messages.begun == [b"a message"]
+
+
+def test_a_stream_that_is_closed_while_a_caller_finds_nothing_to_write_ends(pool: ThreadPoolExecutor) -> None:
+    session = Sends()
+    stream = GrpcStream(session)
+    stream.writer = "caller"
+    ended = pool.submit(list, stream)
+    stream.close()
+    eventually(stream._wakes.empty)
+    assert session.take_output(stream) == b""
+    assert ended.result(SECONDS) == []
+
+
+class WithoutMemory(Sends):
+    def take_output(self, stream: GrpcStream) -> bytes:
+        raise MemoryError
+
+
 def test_a_stream_that_cannot_be_written_for_lack_of_memory_ends() -> None:
-    stream = GrpcStream(WithoutMemory())
-    stream.read(iter(()), Never(), "")
+    stream = GrpcStream(WithoutMemory(b"a message"))
+    stream.read(iter(()), Written(), "")
     with pytest.raises(MemoryError):
         stream.flush()
     assert stream.closed
