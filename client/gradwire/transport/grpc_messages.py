@@ -12,6 +12,7 @@ version with which they were tried; without them, streams are iterators at both 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -55,17 +56,17 @@ class Messages(Protocol):
 
 def of_client(call: Any) -> Messages | None:
     """The messages of a stream that this process has opened; None if they cannot be had."""
-    try:
-        return _ClientMessages(call) if AVAILABLE else None
-    except AttributeError as error:
-        log.info("this stream of grpcio stays an iterator: %s", error)
-        return None
+    return _of(_ClientMessages, call)
 
 
 def of_server(context: Any) -> Messages | None:
     """The messages of a stream that another process has opened; None if they cannot be had."""
+    return _of(_ServerMessages, context)
+
+
+def _of(messages: Callable[[Any], Messages], stream: Any) -> Messages | None:
     try:
-        return _ServerMessages(context) if AVAILABLE else None
+        return messages(stream) if AVAILABLE else None
     except AttributeError as error:
         log.info("this stream of grpcio stays an iterator: %s", error)
         return None
@@ -79,92 +80,81 @@ def _call_back(callback: Callable[..., object], *arguments: object) -> None:
         log.exception("a message of a stream could not be handled")
 
 
-class _ClientMessages:
-    def __init__(self, call: Any) -> None:
-        self._call = call._call
-        self._state = call._state
-        self._lock = self._state.condition
-        self._due = self._state.due
-        self._handle = _client_handler(self._state, None)
+class _Messages(ABC):
+    """What both ends have in common. Each event goes to grpcio's own handler before anything else."""
+
+    def __init__(
+        self, state: Any, received_in: str, on_sent: Callable[..., Any], on_received: Callable[..., Any]
+    ) -> None:
+        """The handler `on_received` leaves the message in the attribute `received_in` of the state."""
+        self._state = state
+        self._lock = state.condition
+        self._due = state.due
+        self._received_in = received_in
+        self._on_sent = on_sent
+        self._on_received = on_received
 
     def write(self, data: bytes, on_written: Callable[[], object]) -> bool:
         def on_event(event: Any) -> Any:
-            is_over = self._handle(event)
+            outcome = self._on_sent(event)
             _call_back(on_written)
-            return is_over
+            return outcome
 
-        return self._start(_SEND, _SendMessage(data, _NO_FLAGS), on_event)
+        return self._start(_SendMessage(data, _NO_FLAGS), on_event, is_read=False)
 
     def read(self, on_read: Callable[[bytes | None], object]) -> None:
         def on_event(event: Any) -> Any:
-            is_over = self._handle(event)
-            data, self._state.response = self._state.response, None
+            outcome = self._on_received(event)
+            data = getattr(self._state, self._received_in)
+            setattr(self._state, self._received_in, None)
             if data is not None:
                 start()
             _call_back(on_read, data)
-            return is_over
+            return outcome
 
         def start() -> None:
-            if not self._start(_RECEIVE, _ReceiveMessage(_NO_FLAGS), on_event):
+            if not self._start(_ReceiveMessage(_NO_FLAGS), on_event, is_read=True):
                 _call_back(on_read, None)
 
         start()
 
-    def _start(self, kind: Any, operation: Any, on_event: Callable[[Any], Any]) -> bool:
+    @abstractmethod
+    def _start(self, operation: Any, on_event: Callable[[Any], Any], *, is_read: bool) -> bool:
+        """Returns False if the stream has ended."""
+
+
+class _ClientMessages(_Messages):
+    def __init__(self, call: Any) -> None:
+        handler = _client_handler(call._state, None)
+        super().__init__(call._state, "response", handler, handler)
+        self._operate = call._call.operate
+
+    def _start(self, operation: Any, on_event: Callable[[Any], Any], *, is_read: bool) -> bool:
         with self._lock:
             if self._state.code is not None:
                 return False
-            self._due.add(kind)
             try:
-                is_started = self._call.operate((operation,), on_event)
+                is_started: bool = self._operate((operation,), on_event)
             except ValueError:  # the stream is ending
-                is_started = False
-            if not is_started:
-                self._due.remove(kind)
-            return bool(is_started)
+                return False
+            if is_started:
+                self._due.add(_RECEIVE if is_read else _SEND)
+            return is_started
 
 
-class _ServerMessages:
+class _ServerMessages(_Messages):
     def __init__(self, context: Any) -> None:
-        self._call = context._rpc_event.call
-        self._state = context._state
-        self._lock = self._state.condition
-        self._due = self._state.due
+        state, call = context._state, context._rpc_event.call
+        super().__init__(state, "request", _sent(state, _SEND_TOKEN), _received(state, call, None))
+        self._operate = call.start_server_batch
 
-    def write(self, data: bytes, on_written: Callable[[], object]) -> bool:
-        handle = _sent(self._state, _SEND_TOKEN)
-
-        def on_event(event: Any) -> Any:
-            outcome = handle(event)
-            _call_back(on_written)
-            return outcome
-
-        return self._start(_SEND_TOKEN, _SendMessage(data, _NO_FLAGS), on_event)
-
-    def read(self, on_read: Callable[[bytes | None], object]) -> None:
-        handle = _received(self._state, self._call, None)
-
-        def on_event(event: Any) -> Any:
-            outcome = handle(event)
-            data, self._state.request = self._state.request, None
-            if data is not None:
-                start()
-            _call_back(on_read, data)
-            return outcome
-
-        def start() -> None:
-            if not self._start(_RECEIVE_TOKEN, _ReceiveMessage(_NO_FLAGS), on_event):
-                _call_back(on_read, None)
-
-        start()
-
-    def _start(self, token: str, operation: Any, on_event: Callable[[Any], Any]) -> bool:
+    def _start(self, operation: Any, on_event: Callable[[Any], Any], *, is_read: bool) -> bool:
         with self._lock:
             if not _is_active(self._state):
                 return False
             try:
-                self._call.start_server_batch((operation,), on_event)
+                self._operate((operation,), on_event)
             except ValueError:  # the stream is ending
                 return False
-            self._due.add(token)
+            self._due.add(_RECEIVE_TOKEN if is_read else _SEND_TOKEN)
             return True
