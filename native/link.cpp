@@ -208,32 +208,44 @@ bool Link::has_more_than_requests() const {
   return false;
 }
 
-bool Link::take_events(CallHandle call, size_t most_requests, bool only_checks, std::vector<Event>& taken) {
-  Cookie owner;  // released after the lock
-  std::lock_guard lock(mutex_);
-  collect_events();
+std::vector<Event> Link::take_events(CallHandle call, size_t most_requests) {
   bool is_enough = false;
-  auto stays = [&](Event& event) {
-    if (only_checks) {
-      if (event.kind != Event::Kind::check) return true;
-      taken.push_back(std::move(event));
-      return false;
-    }
-    is_enough |= event.kind == Event::Kind::request && !most_requests;
-    if (is_enough || !is_for(event, call)) return true;
-    if (event.kind == Event::Kind::request) most_requests--;
-    taken.push_back(std::move(event));
-    return false;
-  };
+  return take(call, [&](const Event& event) {
+    bool is_request = event.kind == Event::Kind::request;
+    is_enough |= is_request && !most_requests;
+    if (is_enough || !is_for(event, call)) return false;
+    is_enough = is_request && !--most_requests;
+    return true;
+  });
+}
+
+std::vector<Event> Link::take_checks() {
+  return take(0, [](const Event& event) { return event.kind == Event::Kind::check; });
+}
+
+template <typename Condition>
+std::vector<Event> Link::take(CallHandle call, Condition is_taken) {
+  std::vector<Event> taken;
+  Cookie owner;  // released after the lock
+  std::unique_lock lock(mutex_);
+  collect_events();
   auto kept = events_.begin();
-  for (Event& event : events_)
-    if (stays(event)) {
+  for (Event& event : events_) {
+    if (is_taken(event)) {
+      // Its cancellation may be behind it.
+      if (event.kind == Event::Kind::request) event.flag = session_.is_cancelled(event.id);
+      taken.push_back(std::move(event));
+    } else {
       if (&event != &*kept) *kept = std::move(event);
       kept++;
     }
+  }
   events_.erase(kept, events_.end());
   if (events_.empty() && !socket_ && !is_fed_) owner = std::move(owner_);
-  return has_something_for(call);
+  bool is_for_others = has_something_for(call);
+  lock.unlock();
+  if (is_for_others) EventLoop::instance().put_back(shared_from_this());
+  return taken;
 }
 
 // -- Link: a stream that others read and write

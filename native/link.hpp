@@ -137,9 +137,12 @@ class Link : public std::enable_shared_from_this<Link> {
   // A thread that waits for the call is to look again.
   void wake(CallHandle call);
 
-  // What has happened, except outcomes that other threads wait for than the one that waits for `call`. What comes
-  // after `most_requests` requests stays; returns whether something does.
-  bool take_events(CallHandle call, size_t most_requests, bool only_checks, std::vector<Event>& events);
+  // What has happened, in order, except outcomes that other threads wait for than the one that waits for `call`. It ends
+  // with the last of so many requests, or before the first if there are to be none: what follows must not wait for a
+  // request that the calling thread serves. What is left is the event loop's.
+  std::vector<Event> take_events(CallHandle call, size_t most_requests);
+  // Only the checks (Event::Kind::check), for a thread that goes on writing.
+  std::vector<Event> take_checks();
   bool has_events();
 
  private:
@@ -163,6 +166,8 @@ class Link : public std::enable_shared_from_this<Link> {
   bool take_output(Socket& socket, bool goes_on);
   static void go_on_later(Socket& socket);
   bool has_output(Socket& socket) const;
+  template <typename Condition>
+  std::vector<Event> take(CallHandle call, Condition is_taken);
   bool is_for(const Event& event, CallHandle call) const;
   bool has_something_for(CallHandle call) const;
   bool has_more_than_requests() const;

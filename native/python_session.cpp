@@ -206,8 +206,8 @@ PyStructSequence_Field event_fields[] = {
     {"method", "Of a request: a value of link_pb2.Method."},
     {"deadline", "Of a request: when the requester stops waiting; None: never."},
     {"flag",
-     "CHECK: whether the message is a response. GOODBYE: whether the other process goes away. DISCONNECTED: whether "
-     "this process had no descriptor left for shared memory."},
+     "REQUEST: whether it has been cancelled meanwhile. CHECK: whether the message is a response. GOODBYE: whether the "
+     "other process goes away. DISCONNECTED: whether this process had no descriptor left for shared memory."},
     {"body", "Of a request or response; of an error, the serialized Error."},
     {"attachments", "The Blocks that the attachments arrived in."},
     {"cookie", "What was given with the call; CHECK of a response: with the response."},
@@ -641,22 +641,30 @@ PyObject* session_read_in_background(PyObject* self, PyObject* args) {
       self, args, "i", [&](Link& link) { return link.read_in_background(more), none(); }, &more);
 }
 
+PyObject* to_list(std::vector<Event> events) {
+  Ref list(checked(PyList_New(static_cast<Py_ssize_t>(events.size()))));
+  for (size_t i = 0; i < events.size(); i++)
+    check(PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), to_event(events[i])));
+  return list.release();
+}
+
 PyObject* session_take_events(PyObject* self, PyObject* args) {
   unsigned long long handle = 0;
   unsigned long long most_requests = SIZE_MAX;
-  int only_checks = 0;
   return link_method(
-      self, args, "|O&O&p",
+      self, args, "|O&O&",
       [&](Link& link) {
-        std::vector<Event> events;
         locked(link).unlock();  // waits without the interpreter's lock; that it is taken below is then seldom
-        if (link.take_events(handle, most_requests, only_checks, events)) EventLoop::instance().put_back(link.shared_from_this());
-        Ref list(checked(PyList_New(static_cast<Py_ssize_t>(events.size()))));
-        for (size_t i = 0; i < events.size(); i++)
-          check(PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), to_event(events[i])));
-        return list.release();
+        return to_list(link.take_events(handle, most_requests));
       },
-      to_number, &handle, to_number, &most_requests, &only_checks);
+      to_number, &handle, to_number, &most_requests);
+}
+
+PyObject* session_take_checks(PyObject* self, PyObject* args) {
+  return link_method(self, args, "", [&](Link& link) {
+    locked(link).unlock();
+    return to_list(link.take_checks());
+  });
 }
 
 PyObject* session_statistics(PyObject* self, PyObject* args) {
@@ -703,6 +711,7 @@ PyMethodDef session_methods[] = {
     {"end", session_end, METH_VARARGS, "Ends the session."},
     {"open_calls", session_open_calls, METH_VARARGS, "The cookies of the calls whose response is awaited."},
     {"take_events", session_take_events, METH_VARARGS, "What happened since the last time."},
+    {"take_checks", session_take_checks, METH_VARARGS, "The attachments that are to be checked."},
     {"connect", session_connect, METH_VARARGS, "Continues over a connected socket; returns its number."},
     {"disconnect", session_disconnect, METH_VARARGS, "Closes the socket."},
     {"flush", session_flush, METH_VARARGS, "Writes to the socket; returns whether there are events."},

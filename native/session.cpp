@@ -337,6 +337,11 @@ Session::OutboundCall* Session::call_by_id(uint64_t id) const {
 
 // -- requests of the other peer
 
+bool Session::is_cancelled(uint64_t request) const {
+  const InboundCall* call = inbound(request);
+  return call && call->cancelled;
+}
+
 Session::InboundCall* Session::inbound(uint64_t id) const {
   auto it = inbound_.find(id);
   return it == inbound_.end() ? nullptr : it->second.get();

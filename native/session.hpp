@@ -104,8 +104,8 @@ struct Event {
   uint64_t id = 0;
   uint32_t method = 0;
   Seconds deadline = NEVER;
-  // check: whether the message is a response; goodbye: whether the peer leaves for good; disconnected: whether this
-  // process had no descriptor left for shared memory
+  // request: whether it has been cancelled meanwhile (set by Link); check: whether the message is a response; goodbye:
+  // whether the peer leaves for good; disconnected: whether this process had no descriptor left for shared memory
   bool flag = false;
   std::string body;
   std::vector<Block> attachments;
@@ -156,6 +156,8 @@ class Session {
 
   // -- requests of the other peer
 
+  // Whether the requester no longer wants the response to a request that has none.
+  bool is_cancelled(uint64_t request) const;
   // The request is served now: it no longer counts as waiting.
   void begin(uint64_t request);
   // Returns whether the requester gets it: not if the call was cancelled, or has a response.

@@ -225,9 +225,7 @@ void End::disconnect(uint64_t number) {
 }
 
 void End::handle(CallHandle call, size_t most_requests) {
-  std::vector<Event> events;
-  if (link->take_events(call, most_requests, false, events)) EventLoop::instance().put_back(link);
-  for (Event& event : events) handle(event);
+  for (Event& event : link->take_events(call, most_requests)) handle(event);
 }
 
 // What responds later, on another thread.

@@ -101,8 +101,9 @@ class Event(NamedTuple):
     method: int
     deadline: float | None
     flag: bool
-    """CHECK: whether the message is a response. GOODBYE: whether the other process goes away. DISCONNECTED:
-    whether this process had no descriptor left for shared memory."""
+    """REQUEST: whether it has been cancelled meanwhile. CHECK: whether the message is a response. GOODBYE:
+    whether the other process goes away. DISCONNECTED: whether this process had no descriptor left for shared
+    memory."""
     body: bytes
     attachments: tuple[Block, ...]
     cookie: Any
@@ -203,11 +204,13 @@ class Session:
     def ended(self) -> bool: ...
     @property
     def all_delivered(self) -> bool: ...
-    def take_events(
-        self, handle: int = 0, most_requests: int = ..., only_checks: bool = False, /
-    ) -> list[Event]:
-        """What has happened, except outcomes of calls other than `handle` for which threads wait. What comes
-        after `most_requests` requests stays for `next_work`."""
+    def take_events(self, handle: int = 0, most_requests: int = ..., /) -> list[Event]:
+        """What has happened, except outcomes of calls other than `handle` for which threads wait. It ends
+        with the last of `most_requests` requests, or before the first for 0; `next_work` leads to the rest.
+        """
+
+    def take_checks(self) -> list[Event]:
+        """Only those of kind CHECK."""
 
     # A socket that carries the session.
     def connect(self, descriptor: int, is_accepted: bool, owner: object, max_shared_bytes: int = 0, /) -> int:

@@ -99,6 +99,7 @@ class InboundCall(ServerCall):
         self.id = event.id
         self.method = event.method
         self.deadline = event.deadline
+        self.cancelled = event.flag
         self.request = _payload(event)
 
     def begin(self) -> None:
@@ -352,11 +353,11 @@ class Session(Link):
                     stream.rest()
                     return b""
                 data = self._native.take_output(_SMALL_BYTES, _BULK_BYTES, data)
-                # The thread may be gRPC's, which reads all streams: the rest is left to the event loop.
-                events = self._native.take_events(0, 0, True)
-            self._handle_events(events)
+                # The thread may be gRPC's, which reads all streams: all else is left to the event loop.
+                checks = self._native.take_checks()
+            self._handle_events(checks)
             # After a check there is more to write, which had better go in the same message.
-            if len(data) > _SMALL_BYTES or (data and not events):
+            if len(data) > _SMALL_BYTES or (data and not checks):
                 return data
 
     def _flush(self, *, is_large: bool = False) -> None:
@@ -405,8 +406,9 @@ class Session(Link):
         return events
 
     def handle(self, handle: int = 0, most_requests: int = _ALL) -> None:
-        """Handles what has happened, except outcomes of calls other than `handle` that threads wait for in
-        `read_for`, and what comes after that many requests: this is left to the event loop."""
+        """Handles what has happened, up to the last of so many requests, which this thread may serve: what
+        follows must not wait for that, and is left to the event loop. Before the first request for 0.
+        Outcomes of calls other than `handle` are left to threads that wait for them in `read_for`."""
         with self._lock:
             events = self._take_events(handle, most_requests)
         self._handle_events(events)
@@ -432,9 +434,6 @@ class Session(Link):
         self._flush()
 
     def _handle_events(self, events: list[native.Event]) -> None:
-        if len(events) > 1:
-            # Cancellations first: this thread may serve a request with which its cancellation came.
-            events.sort(key=_is_no_cancellation)
         for event in events:
             try:
                 _HANDLERS[event.kind](self, event)
@@ -636,10 +635,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _is_no_cancellation(event: native.Event) -> bool:
-    return event.kind != native.CANCELLED
 
 
 def _views(attachments: Sequence[Sendable]) -> list[memoryview]:

@@ -243,6 +243,18 @@ class TestCancelling:
         ends.exchange()
         assert only(ends.b, native.CANCELLED).id == request.id
 
+    def test_a_request_says_that_its_cancellation_is_behind_it(self) -> None:
+        ends = Ends()
+        handle = ends.a.call(0.0, METHOD, b"cancelled")
+        ends.a.call(0.0, METHOD, b"wanted")
+        ends.deliver(ends.a)
+        ends.a.withdraw(0.0, handle)
+        ends.deliver(ends.a)
+        assert [event.flag for event in ends.b.take_events(0, 1)] == [True]
+        request, cancelled = ends.b.take_events()
+        assert (request.body, request.flag) == (b"wanted", False)
+        assert cancelled.kind == native.CANCELLED
+
     def test_a_request_that_is_cancelled_while_it_waits_to_be_sent_again(self) -> None:
         ends = Ends()
         first = ends.a.call(0.0, METHOD, b"first")
@@ -650,6 +662,15 @@ class TestTheEnd:
         assert request.body == b"last"
         assert (goodbye.kind, goodbye.body, goodbye.flag) == (native.GOODBYE, FAILED, True)
         ends.b.receive(0.0, b"anything")  # is not read any more
+
+    def test_a_goodbye_does_not_wait_for_a_request_that_came_with_it_to_be_served(self) -> None:
+        ends = Ends()
+        ends.a.call(0.0, METHOD, b"last")
+        ends.a.close()
+        ends.exchange()
+        assert not ends.b.take_events(0, 0)
+        assert [event.kind for event in ends.b.take_events(0, 1)] == [native.REQUEST]
+        assert [event.kind for event in ends.b.take_events(0, 0)] == [native.GOODBYE]
 
     def test_the_calls_that_a_goodbye_ends_are_known(self) -> None:
         ends = Ends()
