@@ -24,7 +24,7 @@ const char* compiler() {
 int execute(PyObject* module) {
   try {
     gradwire::python::check(PyModule_AddStringConstant(module, "compiler", compiler()));
-    gradwire::python::add_session(module);
+    gradwire::python::add_types(module);
   } catch (const gradwire::python::Raised&) {
     return -1;
   }

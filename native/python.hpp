@@ -69,7 +69,7 @@ PyObject* guarded(PyObject* protocol_error, Code code) {
   return nullptr;
 }
 
-// Adds Block, Budget, Event, ProtocolError and Session to the module.
-void add_session(PyObject* module);
+// Adds Block, Budget, Event, Link and ProtocolError to the module.
+void add_types(PyObject* module);
 
 }  // namespace gradwire::python

@@ -76,7 +76,7 @@ class Switch:
             if self.moments & (self.moments - 1):
                 return
             carrier = carriers.carrier_of(self._ends[0])
-            dying = [end._stream for end in self._ends]
+            dying = [end._carrier for end in self._ends]
             if carrier is not None and carriers.cut([carrier]):
                 self.cuts[carrier] += 1
                 self._dead = dying
@@ -87,6 +87,6 @@ class Switch:
             self._is_over = True
         assert self._ends is not None
         give_up_at = time.monotonic() + _SECONDS
-        while any(end._stream is None or end._stream in self._dead for end in self._ends):
+        while any(end._carrier is None or end._carrier in self._dead for end in self._ends):
             assert time.monotonic() < give_up_at
             time.sleep(0.001)

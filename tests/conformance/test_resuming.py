@@ -19,7 +19,7 @@ from gradwire.transport import (
     GrpcStream,
     LinkSettings,
     ServerCall,
-    SocketStream,
+    SocketCarrier,
 )
 
 SOCKETS = ("unix", "tcp")
@@ -43,9 +43,9 @@ def cut(ends: Ends) -> None:
     """Cuts the streams, once there are some, and returns when the right end has noticed."""
     assert isinstance(ends.left, GrpcLink)
     eventually(lambda: ends.right.connected)
-    before = ends.right._stream  # type: ignore[attr-defined]
+    before = ends.right._carrier  # type: ignore[attr-defined]
     give_up_at = time.monotonic() + SECONDS
-    while ends.right._stream is before:  # type: ignore[attr-defined]
+    while ends.right._carrier is before:  # type: ignore[attr-defined]
         ends.left._cut()  # repeated, since new streams may just be opening
         assert time.monotonic() < give_up_at
         time.sleep(0.001)
@@ -217,7 +217,7 @@ def test_requests_that_were_read_from_a_dead_socket_and_not_served_yet_are_serve
                 # All have been read by now, or will be: they came in one write.
                 assert carriers.cut(SOCKETS)
             # Until then, threads of the event loop are busy, and requests that were read wait for one.
-            eventually(lambda: isinstance(ends.right._stream, GrpcStream))  # type: ignore[attr-defined]
+            eventually(lambda: isinstance(ends.right._carrier, GrpcStream))  # type: ignore[attr-defined]
             echo(server_call)
 
         ends.there.respond = respond
@@ -234,7 +234,7 @@ def test_a_link_that_is_closed_as_soon_as_it_is_connected_again_says_goodbye(
         assert isinstance(left, GrpcLink)
         ended, closed = threading.Event(), threading.Event()
         ends.right.when_ended(lambda _: ended.set())
-        handle, take_output = left.handle, left.take_output
+        handle, take_output = left.handle_events, left.take_output
 
         def close_then_handle(*args: int, **options: int) -> None:
             if threading.current_thread() is left._supervisor:
@@ -246,7 +246,7 @@ def test_a_link_that_is_closed_as_soon_as_it_is_connected_again_says_goodbye(
             assert closed.wait(SECONDS)
             return take_output(stream)
 
-        monkeypatch.setattr(left, "handle", close_then_handle)
+        monkeypatch.setattr(left, "handle_events", close_then_handle)
         monkeypatch.setattr(left, "take_output", take_late)
         left._cut()
         assert ended.wait(SECONDS)
@@ -256,7 +256,7 @@ def test_a_link_that_is_closed_as_soon_as_it_is_connected_again_says_goodbye(
 def test_a_direct_socket_that_is_blocked_is_left_for_grpc() -> None:
     with opened("tcp") as ends:
         assert body_of(ends.left.send_request(PING, b"direct")) == b"direct"
-        assert isinstance(ends.left._stream, SocketStream)  # type: ignore[attr-defined]
+        assert isinstance(ends.left._carrier, SocketCarrier)  # type: ignore[attr-defined]
         assert ends.acceptor is not None
         ends.acceptor._listeners["direct"].close()  # type: ignore[union-attr]
         ends.left._avoids_direct_until = 1e300  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ def test_a_direct_socket_that_is_blocked_is_left_for_grpc() -> None:
         ends.left._avoids_direct_until = 0.0  # type: ignore[attr-defined]
         cut(ends)
         assert body_of(ends.left.send_request(PING, b"still")) == b"still"
-        assert isinstance(ends.left._stream, GrpcStream)  # type: ignore[attr-defined]
+        assert isinstance(ends.left._carrier, GrpcStream)  # type: ignore[attr-defined]
         assert ends.left._avoids_direct_until > 0  # type: ignore[attr-defined]
 
 

@@ -37,7 +37,7 @@ def check(worker: gw.RemoteWorker, size: int) -> None:
 def fork(worker: gw.RemoteWorker, marker: str) -> None:
     """While a call and a large transfer are under way. The child tries to use the link, drops all that it has
     of it, and ends as processes do, exit handlers included."""
-    link, stream = worker._link, worker._link._stream
+    link, stream = worker._link, worker._link._carrier
     futures = [worker.call_async("wait_for", marker), worker.call_async("triple", torch.ones(1 << 23))]
     warnings.simplefilter("ignore", DeprecationWarning)  # there are threads, which is the point
     child = os.fork()
@@ -55,7 +55,7 @@ def fork(worker: gw.RemoteWorker, marker: str) -> None:
     assert torch.equal(futures[1].result(60), torch.full((1 << 23,), 3.0))
     check(worker, 1 << 18)
     assert worker._link is link
-    assert link._stream is stream, "the link was cut"
+    assert link._carrier is stream, "the link was cut"
 
 
 def outlived(worker: gw.RemoteWorker, marker: str) -> None:

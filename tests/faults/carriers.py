@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gradwire.transport import GrpcStream, SocketStream
+from gradwire.transport import GrpcStream, SocketCarrier
 
 __all__ = ["CARRIERS", "FLAGS", "SETTINGS", "block", "carrier_of", "cut", "cut_now_and_then"]
 
@@ -40,8 +40,8 @@ _KEEPALIVE_PROBES = 3
 
 def carrier_of(link: Any) -> str | None:
     """What carries the session of a link now; None if it is cut."""
-    stream = link._stream
-    if isinstance(stream, SocketStream):
+    stream = link._carrier
+    if isinstance(stream, SocketCarrier):
         return "unix" if stream.is_local else "tcp"
     return "grpc" if isinstance(stream, GrpcStream) else None
 

@@ -11,7 +11,7 @@ from tests.integration.conftest import Launch
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire.transport import GrpcStream, SocketStream
+from gradwire.transport import GrpcStream, SocketCarrier
 
 SERVED = """
 import gradwire_server as gws
@@ -34,9 +34,9 @@ def goes_directly(worker: gw.RemoteWorker) -> bool:
     assert torch.equal(y, 2 * x)
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full_like(x, 2))
-    stream = worker._link._stream  # type: ignore[attr-defined]
-    assert isinstance(stream, (GrpcStream, SocketStream))
-    return isinstance(stream, SocketStream) and not stream.is_local
+    stream = worker._link._carrier  # type: ignore[attr-defined]
+    assert isinstance(stream, (GrpcStream, SocketCarrier))
+    return isinstance(stream, SocketCarrier) and not stream.is_local
 
 
 def free_port() -> int:

@@ -684,7 +684,7 @@ def test_thousands_of_early_cancellations_cost_nothing(
 def test_responses_that_are_never_acknowledged_end_the_link(
     worker: gws.Worker, monkeypatch: pytest.MonkeyPatch, frame: Callable[[int], Frame]
 ) -> None:
-    monkeypatch.setattr(native, "Session", partial(native.Session, max_inbound_calls=100))
+    monkeypatch.setattr(native, "Link", partial(native.Link, max_inbound_calls=100))
     with RawLink(worker.address).welcome() as link:
         for id in range(1, 200):
             link.send(frame(id))

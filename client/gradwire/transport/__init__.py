@@ -16,11 +16,11 @@ from gradwire.transport.base import (
     ServerCall,
     Traffic,
 )
+from gradwire.transport.carriers import GrpcStream, SocketCarrier
 from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.handshake import SocketListener
 from gradwire.transport.in_process import InProcessLink
 from gradwire.transport.session import Budget, Session
-from gradwire.transport.streams import GrpcStream, SocketStream
 
 __all__ = [
     "PROTOCOL",
@@ -38,8 +38,8 @@ __all__ = [
     "Sendable",
     "ServerCall",
     "Session",
+    "SocketCarrier",
     "SocketListener",
-    "SocketStream",
     "Traffic",
     "direct",
     "faults",

@@ -53,7 +53,7 @@ class _Threads:
                     self._start_one()
             _this_thread.session = session
             try:
-                session.handle(most_requests=1)
+                session.handle_events(most_requests=1)
             except Exception:
                 log.exception("the events of %s could not be handled", session.peer)
             finally:

@@ -37,9 +37,9 @@ from gradwire.system.randomness import between, new_id
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import direct, faults, frames, grpc_messages, same_host
 from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
+from gradwire.transport.carriers import GrpcStream, SocketCarrier
 from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
 from gradwire.transport.session import Session
-from gradwire.transport.streams import GrpcStream, SocketStream
 
 __all__ = ["PROTOCOL", "GrpcLink"]
 
@@ -306,12 +306,12 @@ class GrpcLink(Session):
                         stream.opening = frames.NOTHING  # "the session goes over this stream"
                     self.attach(stream)
                 else:
-                    self.attach(SocketStream(connection, partial(self._on_socket_cut, over), parent=stream))
+                    self.attach(SocketCarrier(connection, partial(self._on_socket_cut, over), parent=stream))
             except OSError as error:
                 raise _Broken(f"the session cannot go over the connection: {error}") from error
             if connection is None:
                 reader = stream.read(call, grpc_messages.of_client(call), f"gradwire-read-{self.target}")
-            self.handle(most_requests=0)
+            self.handle_events(most_requests=0)
             self._connected.set()
             over.wait()
             if reader is not None:
@@ -344,10 +344,10 @@ class GrpcLink(Session):
         """The direct socket cannot be had, or was cut: the next connections go over gRPC for a while."""
         self._avoids_direct_until = time.monotonic() + _AVOID_DIRECT_SECONDS
 
-    def _on_socket_cut(self, over: threading.Event, stream: SocketStream, reason: str) -> None:
-        if not stream.is_local and self._call is not None and self._call.is_active():
+    def _on_socket_cut(self, over: threading.Event, carrier: SocketCarrier, reason: str) -> None:
+        if not carrier.is_local and self._call is not None and self._call.is_active():
             self._avoid_direct()  # gRPC still reaches the worker
-        if stream.lacked_descriptors:  # it would be cut again and again
+        if carrier.lacked_descriptors:  # it would be cut again and again
             self._avoids_same_host_until = time.monotonic() + _AVOID_SAME_HOST_SECONDS
         self._break_reason = reason
         over.set()

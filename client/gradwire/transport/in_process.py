@@ -6,8 +6,8 @@ import socket
 
 from gradwire.errors import WorkerLost
 from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
+from gradwire.transport.carriers import SocketCarrier
 from gradwire.transport.session import Session
-from gradwire.transport.streams import SocketStream
 
 __all__ = ["InProcessLink"]
 
@@ -29,10 +29,10 @@ class InProcessLink(Session):
         )
         for end, connection in zip(ends, socket.socketpair(), strict=True):
             end.peer_codecs = frozenset(settings.codecs)
-            end.attach(SocketStream(connection, end._on_cut, is_accepted=end is ends[1]))
-            end.handle(most_requests=0)
+            end.attach(SocketCarrier(connection, end._on_cut, is_accepted=end is ends[1]))
+            end.handle_events(most_requests=0)
         return ends
 
-    def _on_cut(self, stream: SocketStream, reason: str) -> None:
+    def _on_cut(self, carrier: SocketCarrier, reason: str) -> None:
         self.abort(WorkerLost(f"{self.peer} ended the link without a goodbye", worker=str(self.peer)))
-        self.detach(stream)
+        self.detach(carrier)

@@ -1,7 +1,8 @@
 """What is faster in C++: compiled from native/ (see CONTRIBUTING.md).
 
-`Session` is the state machine of a link. It does no I/O and asks no clock: `now` is the time of a monotonic
-clock, in seconds. native/session.hpp says what it guarantees and how.
+`Link` is one end of a link: the state machine of its session (native/session.hpp says what that guarantees
+and how), and the socket that carries it, if it has one (native/link.hpp). `now` is the time of a monotonic
+clock, in seconds.
 """
 
 from collections.abc import Sequence
@@ -55,15 +56,15 @@ INTERRUPTED: int
 """By the time, or a signal."""
 
 def next_work() -> tuple[Any, bool]:
-    """Waits until a session has events that no caller handles. Returns what was given with `connect` or
+    """Waits until a link has events that no caller handles. Returns what was given with `connect` or
     `attach`, and whether one more thread should call this. None instead of the former: there are threads
     enough, or no connections."""
 
 def is_used() -> bool:
-    """Whether there is a session with a connection in this process that `next_work` may lead to."""
+    """Whether there is a link with a connection in this process that `next_work` may lead to."""
 
 def needs_thread() -> bool:
-    """Whether there is such a session, and no thread waits in `next_work`."""
+    """Whether there is such a link, and no thread waits in `next_work`."""
 
 def about_to_block() -> None:
     """The calling thread, which handles what it got from `next_work`, is about to wait."""
@@ -94,7 +95,7 @@ class Budget:
     def used(self) -> int: ...
 
 class Event(NamedTuple):
-    """Something that happened in a session."""
+    """Something that happened to a link."""
 
     kind: int
     id: int
@@ -110,8 +111,8 @@ class Event(NamedTuple):
     """What was given with the call; with CHECK of a response, what was given with that."""
 
 @final
-class Session:
-    """The state machine of a link between two peers. Not for several threads at once.
+class Link:
+    """A session that several threads use, and its socket.
 
     It ends with `end`: the garbage collector does not see the cookies of its calls.
     """
@@ -131,7 +132,7 @@ class Session:
         max_inbound_calls: int = ...,
         chunk_bytes: int = ...,
         patience: float = ...,
-    ) -> Session:
+    ) -> Link:
         """`refusal`, `cancelled` and `no_memory` are the serialized errors that the other peer gets for
         requests that exceed the quota, were cancelled, or have attachments for which there is no memory."""
 

@@ -1,4 +1,4 @@
-"""A Link over streams that come and go. Its state is native: `native.Session` decides, this module calls
+"""A Link over carriers that come and go. Its state is native: `native.Link` decides, this module calls
 back."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gradwire.transport.base import (
     ServerCall,
     Traffic,
 )
-from gradwire.transport.streams import GrpcStream, SocketStream
+from gradwire.transport.carriers import GrpcStream, SocketCarrier
 from gradwire.wire import Limits, Plans
 
 __all__ = ["Budget", "InboundCall", "OutboundCall", "Session"]
@@ -132,9 +132,9 @@ class InboundCall(ServerCall):
 
 
 class Session(Link):
-    """A Link over streams that come and go.
+    """A Link over carriers that come and go.
 
-    One lock guards the native session. No callback or handler is called while it is held.
+    One lock guards the native link. No callback or handler is called while it is held.
     """
 
     inline_bytes = 64 * 1024
@@ -157,7 +157,7 @@ class Session(Link):
         self._lock = threading.RLock()  # a destructor may end a call within any line
         self._delivered = threading.Condition(self._lock)
         self._delivery_is_awaited = False
-        self._native = native.Session(
+        self._native = native.Link(
             refusal=_error(_refusal(), local),
             cancelled=_error(Cancelled("the call was cancelled"), local),
             no_memory=_error(ResourceExhausted("no memory for the attachments of a request"), local),
@@ -170,8 +170,7 @@ class Session(Link):
             chunk_bytes=settings.chunk_bytes,
             patience=_PATIENCE_SECONDS,
         )
-        self._stream: GrpcStream | SocketStream | None = None
-        self._has_socket = False
+        self._carrier: GrpcStream | SocketCarrier | None = None
         self._inbound: dict[int, InboundCall] = {}
         """Requests that are being served."""
         self._timer: Timer | None = None
@@ -200,7 +199,7 @@ class Session(Link):
             if self._ended is not None:
                 raise self._ended.again()
             waits = self.settings.wait_for_ready or future.waits_for_link
-            if self._stream is None and not waits:
+            if self._carrier is None and not waits:
                 raise self._unreachable()
             now = time.monotonic()
             handle = self._native.call(
@@ -223,17 +222,17 @@ class Session(Link):
         if self._ended is not None:
             return
         self._flush()
-        self.handle(most_requests=0)
+        self.handle_events(most_requests=0)
 
     def read_for(self, future: ResponseFuture) -> None:
         # Over gRPC, others read, and wake this thread when the response is there.
-        while self._stream is not None and not future.done():
+        while self._carrier is not None and not future.done():
             waited = self._native.wait(future.handle, _LOOK_SECONDS)
             if waited == native.EVENTS:
                 # Handling must not stop halfway: it cannot be repeated, and the response may be another
                 # thread's.
                 with Uninterrupted():
-                    self.handle(future.handle)
+                    self.handle_events(future.handle)
             elif waited != native.INTERRUPTED:
                 return
 
@@ -287,44 +286,43 @@ class Session(Link):
         self._flush_soon()
         return is_sent
 
-    # -- the stream
+    # -- the carrier
 
-    def attach(self, stream: GrpcStream | SocketStream) -> None:
-        """Continues over a new stream, or over a socket. Raises OSError if the system has no descriptor left.
+    def attach(self, carrier: GrpcStream | SocketCarrier) -> None:
+        """Continues over another carrier. Raises OSError if the system has no descriptor left.
 
-        After a socket `handle` must follow, while no lock is held: what has arrived meanwhile may end the
-        session.
+        After a socket `handle_events` must follow, while no lock is held: what has arrived meanwhile may end
+        the session.
         """
         with self._lock:
-            previous, self._stream = self._stream, None
-            self._has_socket = False
+            previous, self._carrier = self._carrier, None
             if self._ended is not None:
-                stream.close()
-            elif isinstance(stream, SocketStream):
-                stream.number = self._native.connect(
-                    stream.take_descriptor(),
-                    stream.is_accepted,
+                carrier.close()
+            elif isinstance(carrier, SocketCarrier):
+                carrier.number = self._native.connect(
+                    carrier.take_descriptor(),
+                    carrier.is_accepted,
                     self,
-                    self.settings.max_shared_bytes if stream.is_local else 0,
+                    self.settings.max_shared_bytes if carrier.is_local else 0,
                 )
-                self._stream, self._has_socket = stream, True
+                self._carrier = carrier
             else:
                 self._native.attach(time.monotonic(), self)
-                self._stream = stream
-                stream.hand_over()
+                self._carrier = carrier
+                carrier.hand_over()
             event_loop.start()
         if previous is not None:
             previous.close()
 
-    def detach(self, stream: GrpcStream | SocketStream) -> bool:
-        """Detaches a stream that broke, or the socket that it led to. Returns whether it was in use."""
-        stream.close()
+    def detach(self, carrier: GrpcStream | SocketCarrier) -> bool:
+        """Detaches a carrier that broke, or the socket to which a stream led. Returns whether it was in
+        use."""
+        carrier.close()
         with self._lock:
-            current = self._stream
-            if current is not stream and not (isinstance(current, SocketStream) and current.parent is stream):
+            used = self._carrier
+            if used is not carrier and not (isinstance(used, SocketCarrier) and used.parent is carrier):
                 return False
-            self._stream = None
-            self._has_socket = False
+            self._carrier = None
             self._native.disconnect()
             self._delivered.notify_all()
             return self._ended is None
@@ -332,7 +330,7 @@ class Session(Link):
     def begin_output(self, stream: GrpcStream) -> bool:
         """Gives the calling thread the right to write if nobody has it, and there is something to write."""
         with self._lock:
-            if self._stream is not stream or stream.writer != "nobody" or not self._native.has_output:
+            if self._carrier is not stream or stream.writer != "nobody" or not self._native.has_output:
                 return False
             stream.writer = "caller"
             return True
@@ -343,7 +341,7 @@ class Session(Link):
         data = b""
         while True:
             with self._lock:
-                if self._stream is not stream:
+                if self._carrier is not stream:
                     return None
                 if not self._native.has_output:
                     if data:
@@ -355,31 +353,32 @@ class Session(Link):
                 data = self._native.take_output(_SMALL_BYTES, _BULK_BYTES, data)
                 # The thread may be gRPC's, which reads all streams: all else is left to the event loop.
                 checks = self._native.take_checks()
-            self._handle_events(checks)
+            self._handle(checks)
             # After a check there is more to write, which had better go in the same message.
             if len(data) > _SMALL_BYTES or (data and not checks):
                 return data
 
     def _flush(self, *, is_large: bool = False) -> None:
         """Writes what there is to write. The lock is not held."""
-        if self._has_socket:
-            if self._native.flush(is_large):
-                self.handle(most_requests=0)  # this thread may be serving one already
-        elif isinstance(stream := self._stream, GrpcStream):
-            stream.flush()
+        carrier = self._carrier
+        if isinstance(carrier, GrpcStream):
+            carrier.flush()
+        elif carrier is not None and self._native.flush(is_large):
+            self.handle_events(most_requests=0)  # this thread may be serving one already
 
     def _flush_soon(self, *, is_large: bool = False) -> None:
         """As `_flush`, but responses to requests that came together leave together."""
-        if not self._has_socket:
-            self._flush()
-        elif self._native.flush_soon(is_large):
-            self.handle(most_requests=0)
+        carrier = self._carrier
+        if isinstance(carrier, GrpcStream):
+            carrier.flush()
+        elif carrier is not None and self._native.flush_soon(is_large):
+            self.handle_events(most_requests=0)
 
     def feed(self, data: bytes, stream: GrpcStream) -> None:
         """Takes what was read from a stream. The event loop handles what no caller waits for."""
         with self._lock:
             # Else it was replaced; the other peer sends what matters again.
-            has_output = self._stream is stream and self._native.feed(data)
+            has_output = self._carrier is stream and self._native.feed(data)
         if has_output:
             stream.flush()
 
@@ -389,14 +388,14 @@ class Session(Link):
         with self._delivered:
             self._delivery_is_awaited = True
             return self._delivered.wait_for(
-                lambda: self._stream is None or self._native.all_delivered, timeout
+                lambda: self._carrier is None or self._native.all_delivered, timeout
             )
 
     # -- events
 
-    def _take_events(self, handle: int = 0, most_requests: int = _ALL) -> list[native.Event]:
-        """What has happened, for `_handle_events`. The lock is held."""
-        events = self._native.take_events(handle, most_requests)
+    def _take_events(self, call: int = 0, most_requests: int = _ALL) -> list[native.Event]:
+        """What has happened, for `_handle`. The lock is held."""
+        events = self._native.take_events(call, most_requests)
         for event in events:
             if event.kind == native.REQUEST:
                 # Here, so that no other thread can come with a cancellation before.
@@ -405,13 +404,13 @@ class Session(Link):
             self._delivered.notify_all()
         return events
 
-    def handle(self, handle: int = 0, most_requests: int = _ALL) -> None:
+    def handle_events(self, call: int = 0, most_requests: int = _ALL) -> None:
         """Handles what has happened, up to the last of so many requests, which this thread may serve: what
         follows must not wait for that, and is left to the event loop. Before the first request for 0.
-        Outcomes of calls other than `handle` are left to threads that wait for them in `read_for`."""
+        Outcomes of other calls than that of this handle are left to threads that wait in `read_for`."""
         with self._lock:
-            events = self._take_events(handle, most_requests)
-        self._handle_events(events)
+            events = self._take_events(call, most_requests)
+        self._handle(events)
 
     def _set_timer(self, now: float) -> None:
         due, before = self._native.next_tick, self._timer
@@ -430,10 +429,10 @@ class Session(Link):
             self._native.tick(now)
             self._set_timer(now)
             events = self._take_events()
-        self._handle_events(events)
+        self._handle(events)
         self._flush()
 
-    def _handle_events(self, events: list[native.Event]) -> None:
+    def _handle(self, events: list[native.Event]) -> None:
         for event in events:
             try:
                 _HANDLERS[event.kind](self, event)
@@ -508,7 +507,7 @@ class Session(Link):
             with self._lock:
                 self._native.reject(time.monotonic(), event.id, _error(error, self.local))
                 events = self._take_events(most_requests=0)
-            self._handle_events(events)
+            self._handle(events)
         else:
             with self._lock:
                 self._native.confirm(event.id)
@@ -527,10 +526,10 @@ class Session(Link):
             self._set_timer(time.monotonic())
 
     def _on_disconnected(self, event: native.Event) -> None:
-        stream = self._stream
-        if isinstance(stream, SocketStream) and stream.number == event.id:
-            stream.lacked_descriptors = event.flag
-            stream.on_cut(stream, event.body.decode())
+        carrier = self._carrier
+        if isinstance(carrier, SocketCarrier) and carrier.number == event.id:
+            carrier.lacked_descriptors = event.flag
+            carrier.on_cut(carrier, event.body.decode())
 
     def _on_broken(self, event: native.Event) -> None:
         log.warning("%s broke the protocol: %s", self.peer, event.body.decode())
@@ -563,10 +562,10 @@ class Session(Link):
             if self._timer is not None:
                 self._timer.cancel()
             self._delivered.notify_all()
-            if isinstance(self._stream, GrpcStream) and self._stream.writer == "nobody":
-                self._stream.hand_over()  # to write the goodbye, if there is one, and end
+            if isinstance(self._carrier, GrpcStream) and self._carrier.writer == "nobody":
+                self._carrier.hand_over()  # to write the goodbye, if there is one, and end
         self._flush()
-        self._handle_events(events)
+        self._handle(events)
         for call in calls:
             call.settle(error.again())
         call_each(call.cancel for call in inbound.values())
@@ -577,13 +576,13 @@ class Session(Link):
         here may hold its locks, and those of the native session, which is not used any more."""
         self._lock = threading.RLock()
         self._delivered = threading.Condition(self._lock)
-        self._stream, self._has_socket = None, False
+        self._carrier = None
         self._inbound, self._end_callbacks, self._timer = {}, [], None
         self._ended = self._ended or ForkedProcess("the link is that of the process which forked this one")
 
     @property
     def connected(self) -> bool:
-        return self._stream is not None and self._ended is None
+        return self._carrier is not None and self._ended is None
 
     @property
     def traffic(self) -> Traffic:

@@ -25,8 +25,8 @@ from gradwire.transport import (
     LinkSettings,
     PeerIdentity,
     Session,
+    SocketCarrier,
     SocketListener,
-    SocketStream,
     direct,
     faults,
     frames,
@@ -186,15 +186,15 @@ class SessionAcceptor:
         accepted, parent = purpose
         if connection.family != socket.AF_UNIX:
             direct.prepare(connection, self._settings)
-        stream = SocketStream(connection, partial(self._on_cut, accepted), is_accepted=True, parent=parent)
+        carrier = SocketCarrier(connection, partial(self._on_cut, accepted), is_accepted=True, parent=parent)
         with self._lock:
             if accepted.stream is not parent or not accepted.is_choosing or self._closed:
                 raise ConnectionAbortedError("the client has reconnected, or uses the stream")
             # Before the session writes to it.
             handshake.accept(connection)
-            accepted.session.attach(stream)
+            accepted.session.attach(carrier)
             accepted.is_attached = True
-        accepted.session.handle(most_requests=0)
+        accepted.session.handle_events(most_requests=0)
 
     def _join(
         self, hello: link_pb2.Hello, address: str, *, has_choice: bool
@@ -224,7 +224,7 @@ class SessionAcceptor:
                 accepted.attempt, accepted.is_attached, accepted.lease = hello.attempt, False, None
             if not has_choice:
                 self._attach_stream(accepted)
-        accepted.session.handle(most_requests=0)
+        accepted.session.handle_events(most_requests=0)
         if not resumed:
             accepted.session.when_ended(lambda _: self._forget(accepted))
             self._on_open(accepted.session)
@@ -270,12 +270,12 @@ class SessionAcceptor:
         )
         return frames.envelope(link_pb2.Frame(welcome=welcome))
 
-    def _on_cut(self, accepted: _Accepted, stream: SocketStream, reason: str) -> None:
+    def _on_cut(self, accepted: _Accepted, carrier: SocketCarrier, reason: str) -> None:
         del reason
-        if stream.lacked_descriptors:  # the next one would be cut again
+        if carrier.lacked_descriptors:  # the next one would be cut again
             self._avoids_same_host_until = time.monotonic() + _AVOID_SAME_HOST_SECONDS
-        assert stream.parent is not None
-        self._leave(accepted, stream.parent)
+        assert carrier.parent is not None
+        self._leave(accepted, carrier.parent)
 
     def _leave(self, accepted: _Accepted, stream: GrpcStream) -> None:
         session = accepted.session

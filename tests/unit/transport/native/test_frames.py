@@ -91,7 +91,7 @@ def test_cancellations_and_acknowledgements_are_written_as_protobuf_would() -> N
 # -- reading
 
 
-def session_with_calls(calls: int = 0) -> native.Session:
+def session_with_calls(calls: int = 0) -> native.Link:
     session = new_session()
     session.attach(0.0)
     for _ in range(calls):
@@ -250,7 +250,7 @@ def test_arbitrary_bytes_are_read_as_protobuf_reads_them_or_refused(data: bytes)
     assert len(requests) == len(of_kind_request(session))
 
 
-def of_kind_request(session: native.Session) -> list[native.Event]:
+def of_kind_request(session: native.Link) -> list[native.Event]:
     return [event for event in session.take_events() if event.kind == native.REQUEST]
 
 

@@ -38,7 +38,7 @@ class Peer:
     """One peer and what its application does. `served` counts how often each request of the other one ran."""
 
     name: str
-    session: native.Session
+    session: native.Link
     draw: random.Random
     calls: dict[int, Call] = field(default_factory=dict)
     served: Counter[bytes] = field(default_factory=Counter)

@@ -813,7 +813,7 @@ class TestLimits:
         assert not session.take_events()
 
 
-def only_acknowledged(session: native.Session) -> list[int]:
+def only_acknowledged(session: native.Link) -> list[int]:
     events = session.take_events()
     assert all(event.kind == native.ACKNOWLEDGED for event in events)
     return [event.id for event in events]
@@ -850,7 +850,7 @@ def test_memory_is_let_go_after_an_error() -> None:
 
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="refusal"):
-        native.Session(seed=1)  # type: ignore[call-arg]
+        native.Link(seed=1)  # type: ignore[call-arg]
     for wrong in (-1, 1 << 64):
         with pytest.raises(OverflowError):
             new_session(max_message_bytes=wrong)

@@ -21,8 +21,8 @@ FAILED = link_pb2.Error(code=link_pb2.Error.CODE_RAISED, message="it failed").Se
 METHOD = link_pb2.METHOD_FORWARD_WITH_AUTOGRAD
 
 
-def new_session(seed: int = 1, **settings: Any) -> native.Session:
-    return native.Session(refusal=REFUSAL, cancelled=CANCELLED, no_memory=NO_MEMORY, seed=seed, **settings)
+def new_session(seed: int = 1, **settings: Any) -> native.Link:
+    return native.Link(refusal=REFUSAL, cancelled=CANCELLED, no_memory=NO_MEMORY, seed=seed, **settings)
 
 
 def frames_in(data: bytes) -> list[link_pb2.Frame]:
@@ -48,7 +48,7 @@ class Ends:
             session.detach()
             session.attach(self.now)
 
-    def deliver(self, sender: native.Session, at_most: int = 1 << 62) -> int:
+    def deliver(self, sender: native.Link, at_most: int = 1 << 62) -> int:
         """Moves what one session puts out to the other. Returns how many writes that were."""
         receiver = self.b if sender is self.a else self.a
         writes = 0
@@ -80,13 +80,13 @@ class Ends:
         return self.a.take_events()
 
 
-def of_kind(session: native.Session, kind: int) -> list[native.Event]:
+def of_kind(session: native.Link, kind: int) -> list[native.Event]:
     """What happened, and that it is all of one kind; but for acknowledgements, which come at any time."""
     events = [event for event in session.take_events() if event.kind != native.ACKNOWLEDGED]
     assert all(event.kind == kind for event in events), events
     return events
 
 
-def only(session: native.Session, kind: int) -> native.Event:
+def only(session: native.Link, kind: int) -> native.Event:
     (event,) = of_kind(session, kind)
     return event

@@ -1,4 +1,4 @@
-// Block, Budget, Event and Session for Python.
+// Block, Budget, Event and Link for Python.
 //
 // Threads that come from here hold the interpreter's lock while they hold that of a link, and never wait for it then.
 // So what holds the lock of a link must not wait for the interpreter's.
@@ -244,17 +244,17 @@ constexpr std::pair<const char*, Event::Kind> KINDS[] = {
     {"GOODBYE", Event::Kind::goodbye},     {"TIMER", Event::Kind::timer}, {"DISCONNECTED", Event::Kind::disconnected}, {"BROKEN", Event::Kind::broken},
 };
 
-// -- Session
+// -- Link
 
 // To copy more takes longer than the interpreter's lock takes to be given up.
 constexpr size_t LARGE_BYTES = 64 * 1024;
 
-struct PySession {
+struct PyLink {
   PyObject_HEAD
   std::shared_ptr<Link> value;
 };
 
-Link& link_of(PyObject* self) { return *reinterpret_cast<PySession*>(self)->value; }
+Link& link_of(PyObject* self) { return *reinterpret_cast<PyLink*>(self)->value; }
 
 // Runs what may take long without the interpreter's lock. Nothing may be thrown where that is taken again: if the
 // process ends meanwhile, Python ends the thread there.
@@ -288,7 +288,7 @@ std::unique_lock<FairMutex> locked(Link& link) {
 
 Link::Use use(Link& link) { return {link, locked(link)}; }
 
-PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+PyObject* link_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   return guarded(protocol_error, [&] {
     Settings settings;
     PyObject* budget = nullptr;
@@ -322,7 +322,7 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     settings.seed = seed;
     settings.patience = patience;
     auto shared = budget ? reinterpret_cast<PyBudget*>(budget)->value : std::make_shared<Budget>();
-    return allocate<PySession>(type, std::make_shared<Link>(std::move(settings), std::move(shared)));
+    return allocate<PyLink>(type, std::make_shared<Link>(std::move(settings), std::move(shared)));
   });
 }
 
@@ -336,10 +336,10 @@ struct ReleaseUnused {
   }
 };
 
-// A method: parses its arguments and runs `code` with the session, under its lock. It must not make containers of
+// For a method: parses its arguments and runs `code` with the session, under its lock. It must not make containers of
 // Python's: that may collect garbage, whose destructors may use this very session.
 template <typename Code, typename... Targets>
-PyObject* method(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
+PyObject* with_session(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
   return guarded(protocol_error, [&]() -> PyObject* {
     ReleaseUnused at_the_end;
     if (!PyArg_ParseTuple(args, format, targets...)) throw Raised();
@@ -349,7 +349,7 @@ PyObject* method(PyObject* self, PyObject* args, const char* format, Code code, 
 
 // The same with the link.
 template <typename Code, typename... Targets>
-PyObject* link_method(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
+PyObject* with_link(PyObject* self, PyObject* args, const char* format, Code code, Targets*... targets) {
   return guarded(protocol_error, [&]() -> PyObject* {
     ReleaseUnused at_the_end;
     if (!PyArg_ParseTuple(args, format, targets...)) throw Raised();
@@ -359,13 +359,13 @@ PyObject* link_method(PyObject* self, PyObject* args, const char* format, Code c
 
 PyObject* none() { return Py_NewRef(Py_None); }
 
-PyObject* session_call(PyObject* self, PyObject* args) {
+PyObject* link_call(PyObject* self, PyObject* args) {
   double now;
   unsigned long long number;
   PyObject *body, *parts = nullptr, *timeout = Py_None;
   PyObject* given = nullptr;
   int nested = 0, is_checked = 0, waits = 1;
-  return link_method(
+  return with_link(
       self, args, "dO&S|OOppOp",
       [&](Link& link) {
         Session::CallOptions options;
@@ -385,10 +385,10 @@ PyObject* session_call(PyObject* self, PyObject* args) {
       &now, to_number, &number, &body, &parts, &timeout, &nested, &is_checked, &given, &waits);
 }
 
-PyObject* session_withdraw(PyObject* self, PyObject* args) {
+PyObject* link_withdraw(PyObject* self, PyObject* args) {
   double now;
   unsigned long long handle;
-  return link_method(
+  return with_link(
       self, args, "dO&",
       [&](Link& link) {
         bool was_awaited = use(link).session().withdraw(now, handle);
@@ -398,25 +398,25 @@ PyObject* session_withdraw(PyObject* self, PyObject* args) {
       &now, to_number, &handle);
 }
 
-PyObject* session_limit_window(PyObject* self, PyObject* args) {
+PyObject* link_limit_window(PyObject* self, PyObject* args) {
   double now;
   unsigned long long limit;
-  return method(
+  return with_session(
       self, args, "dO&", [&](Session& session) { return session.limit_window(now, limit), none(); }, &now, to_number,
       &limit);
 }
 
-PyObject* session_begin(PyObject* self, PyObject* args) {
+PyObject* link_begin(PyObject* self, PyObject* args) {
   unsigned long long id;
-  return method(
+  return with_session(
       self, args, "O&", [&](Session& session) { return session.begin(id), none(); }, to_number, &id);
 }
 
-PyObject* session_respond(PyObject* self, PyObject* args) {
+PyObject* link_respond(PyObject* self, PyObject* args) {
   unsigned long long id;
   PyObject *body, *parts = nullptr, *given = nullptr;
   int is_checked = 0;
-  return link_method(
+  return with_link(
       self, args, "O&S|OpO",
       [&](Link& link) {
         auto sent = attachments(parts);
@@ -427,33 +427,33 @@ PyObject* session_respond(PyObject* self, PyObject* args) {
       to_number, &id, &body, &parts, &is_checked, &given);
 }
 
-PyObject* session_fail(PyObject* self, PyObject* args) {
+PyObject* link_fail(PyObject* self, PyObject* args) {
   unsigned long long id;
   PyObject* error;
-  return method(
+  return with_session(
       self, args, "O&S", [&](Session& session) { return PyBool_FromLong(session.fail(id, bytes(error))); }, to_number,
       &id, &error);
 }
 
-PyObject* session_confirm(PyObject* self, PyObject* args) {
+PyObject* link_confirm(PyObject* self, PyObject* args) {
   unsigned long long number;
-  return method(
+  return with_session(
       self, args, "O&", [&](Session& session) { return session.confirm(number), none(); }, to_number, &number);
 }
 
-PyObject* session_reject(PyObject* self, PyObject* args) {
+PyObject* link_reject(PyObject* self, PyObject* args) {
   double now;
   unsigned long long number;
   PyObject* error;
-  return method(
+  return with_session(
       self, args, "dO&S", [&](Session& session) { return session.reject(now, number, bytes(error)), none(); }, &now,
       to_number, &number, &error);
 }
 
-PyObject* session_attach(PyObject* self, PyObject* args) {
+PyObject* link_attach(PyObject* self, PyObject* args) {
   double now;
   PyObject* owner = nullptr;
-  return link_method(
+  return with_link(
       self, args, "d|O",
       [&](Link& link) {
         if (!owner) return use(link).session().attach(now), none();
@@ -464,14 +464,14 @@ PyObject* session_attach(PyObject* self, PyObject* args) {
       &now, &owner);
 }
 
-PyObject* session_detach(PyObject* self, PyObject* args) {
-  return method(self, args, "", [&](Session& session) { return session.detach(), none(); });
+PyObject* link_detach(PyObject* self, PyObject* args) {
+  return with_session(self, args, "", [&](Session& session) { return session.detach(), none(); });
 }
 
-PyObject* session_take_output(PyObject* self, PyObject* args) {
+PyObject* link_take_output(PyObject* self, PyObject* args) {
   Py_ssize_t small_bytes = 256 * 1024, bulk_bytes = 0;
   PyObject* before = nullptr;
-  return link_method(
+  return with_link(
       self, args, "|nnS",
       [&](Link& link) {
         std::string_view begin = before ? bytes(before) : std::string_view();
@@ -499,11 +499,11 @@ PyObject* session_take_output(PyObject* self, PyObject* args) {
       &small_bytes, &bulk_bytes, &before);
 }
 
-PyObject* session_receive(PyObject* self, PyObject* args) {
+PyObject* link_receive(PyObject* self, PyObject* args) {
   double now;
   Py_buffer data;
   int in_place = 0;
-  return method(
+  return with_session(
       self, args, "dy*|p",
       [&](Session& session) {
         struct Release {
@@ -530,9 +530,9 @@ PyObject* session_receive(PyObject* self, PyObject* args) {
 }
 
 // Without the interpreter's lock if there is much to copy.
-PyObject* session_feed(PyObject* self, PyObject* args) {
+PyObject* link_feed(PyObject* self, PyObject* args) {
   Py_buffer data;
-  return link_method(
+  return with_link(
       self, args, "y*",
       [&](Link& link) {
         struct Release {
@@ -548,16 +548,16 @@ PyObject* session_feed(PyObject* self, PyObject* args) {
       &data);
 }
 
-PyObject* session_tick(PyObject* self, PyObject* args) {
+PyObject* link_tick(PyObject* self, PyObject* args) {
   double now;
-  return link_method(
+  return with_link(
       self, args, "d", [&](Link& link) { return link.tick(now), none(); }, &now);
 }
 
-PyObject* session_close(PyObject* self, PyObject* args) {
+PyObject* link_close(PyObject* self, PyObject* args) {
   PyObject* error = Py_None;
   int leaving = 0;
-  return method(
+  return with_session(
       self, args, "|Op",
       [&](Session& session) {
         Goodbye goodbye;
@@ -568,12 +568,12 @@ PyObject* session_close(PyObject* self, PyObject* args) {
       &error, &leaving);
 }
 
-PyObject* session_end(PyObject* self, PyObject* args) {
-  return method(self, args, "", [&](Session& session) { return session.end(), none(); });
+PyObject* link_end(PyObject* self, PyObject* args) {
+  return with_session(self, args, "", [&](Session& session) { return session.end(), none(); });
 }
 
-PyObject* session_open_calls(PyObject* self, PyObject* args) {
-  return link_method(self, args, "", [&](Link& link) {
+PyObject* link_open_calls(PyObject* self, PyObject* args) {
+  return with_link(self, args, "", [&](Link& link) {
     std::vector<Cookie> cookies = use(link).session().open_calls();
     Ref list(checked(PyList_New(static_cast<Py_ssize_t>(cookies.size()))));
     for (size_t i = 0; i < cookies.size(); i++)
@@ -582,13 +582,13 @@ PyObject* session_open_calls(PyObject* self, PyObject* args) {
   });
 }
 
-// -- the socket of a session
+// -- its socket
 
-PyObject* session_connect(PyObject* self, PyObject* args) {
+PyObject* link_connect(PyObject* self, PyObject* args) {
   int descriptor, is_accepted;
   PyObject* owner;
   unsigned long long max_shared_bytes = 0;
-  return link_method(
+  return with_link(
       self, args, "ipO|O&",
       [&](Link& link) {
         auto socket = std::make_shared<Socket>(descriptor, is_accepted != 0);
@@ -599,14 +599,14 @@ PyObject* session_connect(PyObject* self, PyObject* args) {
       &descriptor, &is_accepted, &owner, to_number, &max_shared_bytes);
 }
 
-PyObject* session_disconnect(PyObject* self, PyObject* args) {
-  return link_method(self, args, "", [&](Link& link) { return link.disconnect(), none(); });
+PyObject* link_disconnect(PyObject* self, PyObject* args) {
+  return with_link(self, args, "", [&](Link& link) { return link.disconnect(), none(); });
 }
 
 // Small output takes no longer to write than the interpreter's lock takes to be given up.
-PyObject* session_flush(PyObject* self, PyObject* args) {
+PyObject* link_flush(PyObject* self, PyObject* args) {
   int is_large = 1;
-  return link_method(
+  return with_link(
       self, args, "|p",
       [&](Link& link) {
         return PyBool_FromLong(is_large ? without_gil([&] { return link.flush(); }) : link.flush());
@@ -614,9 +614,9 @@ PyObject* session_flush(PyObject* self, PyObject* args) {
       &is_large);
 }
 
-PyObject* session_flush_soon(PyObject* self, PyObject* args) {
+PyObject* link_flush_soon(PyObject* self, PyObject* args) {
   int is_large = 1;
-  return link_method(
+  return with_link(
       self, args, "|p",
       [&](Link& link) {
         return PyBool_FromLong(is_large ? without_gil([&] { return link.flush(); }) : link.flush_soon());
@@ -624,10 +624,10 @@ PyObject* session_flush_soon(PyObject* self, PyObject* args) {
       &is_large);
 }
 
-PyObject* session_wait(PyObject* self, PyObject* args) {
+PyObject* link_wait(PyObject* self, PyObject* args) {
   unsigned long long handle;
   double seconds;
-  return link_method(
+  return with_link(
       self, args, "O&d",
       [&](Link& link) {
         return PyLong_FromLong(without_gil([&] { return static_cast<long>(link.wait(handle, monotonic_now() + seconds)); }));
@@ -635,9 +635,9 @@ PyObject* session_wait(PyObject* self, PyObject* args) {
       to_number, &handle, &seconds);
 }
 
-PyObject* session_read_in_background(PyObject* self, PyObject* args) {
+PyObject* link_read_in_background(PyObject* self, PyObject* args) {
   int more;
-  return link_method(
+  return with_link(
       self, args, "i", [&](Link& link) { return link.read_in_background(more), none(); }, &more);
 }
 
@@ -648,10 +648,10 @@ PyObject* to_list(std::vector<Event> events) {
   return list.release();
 }
 
-PyObject* session_take_events(PyObject* self, PyObject* args) {
+PyObject* link_take_events(PyObject* self, PyObject* args) {
   unsigned long long handle = 0;
   unsigned long long most_requests = SIZE_MAX;
-  return link_method(
+  return with_link(
       self, args, "|O&O&",
       [&](Link& link) {
         locked(link).unlock();  // waits without the interpreter's lock; that it is taken below is then seldom
@@ -660,15 +660,15 @@ PyObject* session_take_events(PyObject* self, PyObject* args) {
       to_number, &handle, to_number, &most_requests);
 }
 
-PyObject* session_take_checks(PyObject* self, PyObject* args) {
-  return link_method(self, args, "", [&](Link& link) {
+PyObject* link_take_checks(PyObject* self, PyObject* args) {
+  return with_link(self, args, "", [&](Link& link) {
     locked(link).unlock();
     return to_list(link.take_checks());
   });
 }
 
-PyObject* session_statistics(PyObject* self, PyObject* args) {
-  return link_method(self, args, "", [&](Link& link) {
+PyObject* link_statistics(PyObject* self, PyObject* args) {
+  return with_link(self, args, "", [&](Link& link) {
     Session::Statistics s = use(link).session().statistics();
     return checked(Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "sent_bytes", s.sent_bytes,
                                  "received_bytes", s.received_bytes, "calls", s.calls, "inbound_calls",
@@ -678,68 +678,68 @@ PyObject* session_statistics(PyObject* self, PyObject* args) {
   });
 }
 
-void session_deallocate(PyObject* self) {
+void link_deallocate(PyObject* self) {
   ReleaseUnused at_the_end;
-  deallocate<PySession>(self);
+  deallocate<PyLink>(self);
 }
 
 template <bool (Session::*what)() const>
-PyObject* session_property(PyObject* self, void*) {
+PyObject* link_property(PyObject* self, void*) {
   return guarded(protocol_error, [&] { return PyBool_FromLong((use(link_of(self)).session().*what)()); });
 }
 
-PyObject* session_next_tick(PyObject* self, void*) {
+PyObject* link_next_tick(PyObject* self, void*) {
   return guarded(protocol_error, [&] { return to_time(use(link_of(self)).session().next_tick()); });
 }
 
-PyMethodDef session_methods[] = {
-    {"call", session_call, METH_VARARGS, "Sends a request; returns the handle of the call, 0 if the session has ended."},
-    {"withdraw", session_withdraw, METH_VARARGS, "The response is no longer wanted."},
-    {"limit_window", session_limit_window, METH_VARARGS, "Sets how many bytes of large requests the peer accepts."},
-    {"begin", session_begin, METH_VARARGS, "A request is served now."},
-    {"respond", session_respond, METH_VARARGS, "Responds to a request; returns whether the requester gets it."},
-    {"fail", session_fail, METH_VARARGS, "Responds with an Error."},
-    {"confirm", session_confirm, METH_VARARGS, "The attachments of a message were not modified."},
-    {"reject", session_reject, METH_VARARGS, "The attachments of a message were modified."},
-    {"attach", session_attach, METH_VARARGS, "Continues over a new connection."},
-    {"detach", session_detach, METH_VARARGS, "The connection was cut."},
-    {"take_output", session_take_output, METH_VARARGS, "The bytes to write next."},
-    {"receive", session_receive, METH_VARARGS, "Takes bytes that were read."},
-    {"feed", session_feed, METH_VARARGS, "Takes bytes that were read from a stream; returns whether to write."},
-    {"tick", session_tick, METH_VARARGS, "Does what is due."},
-    {"close", session_close, METH_VARARGS, "Ends the session, and tells the other peer."},
-    {"end", session_end, METH_VARARGS, "Ends the session."},
-    {"open_calls", session_open_calls, METH_VARARGS, "The cookies of the calls whose response is awaited."},
-    {"take_events", session_take_events, METH_VARARGS, "What happened since the last time."},
-    {"take_checks", session_take_checks, METH_VARARGS, "The attachments that are to be checked."},
-    {"connect", session_connect, METH_VARARGS, "Continues over a connected socket; returns its number."},
-    {"disconnect", session_disconnect, METH_VARARGS, "Closes the socket."},
-    {"flush", session_flush, METH_VARARGS, "Writes to the socket; returns whether there are events."},
-    {"flush_soon", session_flush_soon, METH_VARARGS, "As flush, but responses that are made together leave together."},
-    {"wait", session_wait, METH_VARARGS, "Waits for events, and reads the socket meanwhile."},
-    {"read_in_background", session_read_in_background, METH_VARARGS, "Has the event loop read the socket."},
-    {"statistics", session_statistics, METH_VARARGS, "Counters, by name."},
+PyMethodDef link_methods[] = {
+    {"call", link_call, METH_VARARGS, "Sends a request; returns the handle of the call, 0 if the session has ended."},
+    {"withdraw", link_withdraw, METH_VARARGS, "The response is no longer wanted."},
+    {"limit_window", link_limit_window, METH_VARARGS, "Sets how many bytes of large requests the peer accepts."},
+    {"begin", link_begin, METH_VARARGS, "A request is served now."},
+    {"respond", link_respond, METH_VARARGS, "Responds to a request; returns whether the requester gets it."},
+    {"fail", link_fail, METH_VARARGS, "Responds with an Error."},
+    {"confirm", link_confirm, METH_VARARGS, "The attachments of a message were not modified."},
+    {"reject", link_reject, METH_VARARGS, "The attachments of a message were modified."},
+    {"attach", link_attach, METH_VARARGS, "Continues over a new connection."},
+    {"detach", link_detach, METH_VARARGS, "The connection was cut."},
+    {"take_output", link_take_output, METH_VARARGS, "The bytes to write next."},
+    {"receive", link_receive, METH_VARARGS, "Takes bytes that were read."},
+    {"feed", link_feed, METH_VARARGS, "Takes bytes that were read from a stream; returns whether to write."},
+    {"tick", link_tick, METH_VARARGS, "Does what is due."},
+    {"close", link_close, METH_VARARGS, "Ends the session, and tells the other peer."},
+    {"end", link_end, METH_VARARGS, "Ends the session."},
+    {"open_calls", link_open_calls, METH_VARARGS, "The cookies of the calls whose response is awaited."},
+    {"take_events", link_take_events, METH_VARARGS, "What happened since the last time."},
+    {"take_checks", link_take_checks, METH_VARARGS, "The attachments that are to be checked."},
+    {"connect", link_connect, METH_VARARGS, "Continues over a connected socket; returns its number."},
+    {"disconnect", link_disconnect, METH_VARARGS, "Closes the socket."},
+    {"flush", link_flush, METH_VARARGS, "Writes to the socket; returns whether there are events."},
+    {"flush_soon", link_flush_soon, METH_VARARGS, "As flush, but responses that are made together leave together."},
+    {"wait", link_wait, METH_VARARGS, "Waits for events, and reads the socket meanwhile."},
+    {"read_in_background", link_read_in_background, METH_VARARGS, "Has the event loop read the socket."},
+    {"statistics", link_statistics, METH_VARARGS, "Counters, by name."},
     {nullptr, nullptr, 0, nullptr},
 };
-PyGetSetDef session_properties[] = {
-    {"attached", session_property<&Session::is_attached>, nullptr, "Whether there is a connection.", nullptr},
-    {"has_output", session_property<&Session::has_output>, nullptr, "Whether there is something to write.", nullptr},
-    {"heard_goodbye", session_property<&Session::heard_goodbye>, nullptr, "Whether the peer has ended the session.", nullptr},
-    {"ended", session_property<&Session::has_ended>, nullptr, "Whether the session has ended.", nullptr},
-    {"all_delivered", session_property<&Session::all_delivered>, nullptr, "Whether all responses with attachments are acknowledged.", nullptr},
-    {"next_tick", session_next_tick, nullptr, "When `tick` has something to do; None: not as it is.", nullptr},
+PyGetSetDef link_properties[] = {
+    {"attached", link_property<&Session::is_attached>, nullptr, "Whether there is a connection.", nullptr},
+    {"has_output", link_property<&Session::has_output>, nullptr, "Whether there is something to write.", nullptr},
+    {"heard_goodbye", link_property<&Session::heard_goodbye>, nullptr, "Whether the peer has ended the session.", nullptr},
+    {"ended", link_property<&Session::has_ended>, nullptr, "Whether the session has ended.", nullptr},
+    {"all_delivered", link_property<&Session::all_delivered>, nullptr, "Whether all responses with attachments are acknowledged.", nullptr},
+    {"next_tick", link_next_tick, nullptr, "When `tick` has something to do; None: not as it is.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
-PyType_Slot session_slots[] = {
-    {Py_tp_doc, const_cast<char*>("The state machine of a link between two peers.")},
-    {Py_tp_new, reinterpret_cast<void*>(session_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(session_deallocate)},
-    {Py_tp_methods, session_methods},
-    {Py_tp_getset, session_properties},
+PyType_Slot link_slots[] = {
+    {Py_tp_doc, const_cast<char*>("A session that several threads use, and its socket.")},
+    {Py_tp_new, reinterpret_cast<void*>(link_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(link_deallocate)},
+    {Py_tp_methods, link_methods},
+    {Py_tp_getset, link_properties},
     {0, nullptr},
 };
-PyType_Spec session_spec = {"gradwire.transport.native.Session", sizeof(PySession), 0, Py_TPFLAGS_DEFAULT,
-                            session_slots};
+PyType_Spec link_spec = {"gradwire.transport.native.Link", sizeof(PyLink), 0, Py_TPFLAGS_DEFAULT,
+                            link_slots};
 
 // -- the memory that attachments arrive in
 
@@ -805,10 +805,10 @@ PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
 
 }  // namespace
 
-void add_session(PyObject* module) {
+void add_types(PyObject* module) {
   block_type = add_type(module, "Block", block_spec);
   budget_type = add_type(module, "Budget", budget_spec);
-  add_type(module, "Session", session_spec);
+  add_type(module, "Link", link_spec);
   event_type = PyStructSequence_NewType(&event_description);
   check(PyModule_AddObjectRef(module, "Event", checked(reinterpret_cast<PyObject*>(event_type))));
   protocol_error = checked(PyErr_NewException("gradwire.transport.native.ProtocolError", nullptr, nullptr));

@@ -14,7 +14,7 @@ import grpc
 from gradwire.system.interrupts import Uninterrupted
 from gradwire.transport.grpc_messages import Messages
 
-__all__ = ["GrpcStream", "SocketStream"]
+__all__ = ["GrpcStream", "SocketCarrier"]
 
 log = logging.getLogger("gradwire.link")
 
@@ -164,7 +164,7 @@ class GrpcStream:
             self._wakes.get()
 
 
-class SocketStream:
+class SocketCarrier:
     """A connected socket that a session goes over. It is read and written in C++."""
 
     number = 0
@@ -175,12 +175,12 @@ class SocketStream:
     def __init__(
         self,
         connection: socket.socket,
-        on_cut: Callable[[SocketStream, str], object],
+        on_cut: Callable[[SocketCarrier, str], object],
         *,
         is_accepted: bool = False,
         parent: GrpcStream | None = None,
     ) -> None:
-        """`on_cut` is called with this stream and the reason when the connection was cut."""
+        """`on_cut` is called with this carrier and the reason when the connection was cut."""
         self._connection: socket.socket | None = connection
         self.parent = parent
         """The stream over which the socket was offered. Without it, the socket is of no use."""
