@@ -29,7 +29,6 @@ from gradwire.system.randomness import new_id
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import blocks, event_loop, faults, native
 from gradwire.transport.base import (
-    NO_PAYLOAD,
     Handler,
     Link,
     LinkSettings,
@@ -37,13 +36,13 @@ from gradwire.transport.base import (
     PeerIdentity,
     ResponseFuture,
     Sendable,
-    ServerCall,
     Traffic,
 )
+from gradwire.transport.calls import InboundCall, OutboundCall, payload_of
 from gradwire.transport.carriers import GrpcStream, SocketCarrier
 from gradwire.wire import Limits, Plans
 
-__all__ = ["Budget", "InboundCall", "OutboundCall", "Session"]
+__all__ = ["Budget", "Session"]
 
 log = logging.getLogger("gradwire.link")
 
@@ -60,75 +59,6 @@ _BULK_BYTES = 768 * 1024
 as long for each message as for copying some 100 KB."""
 _LOOK_SECONDS = 0.1
 """How long a thread waits in C++ before it looks whether Ctrl-C was pressed."""
-
-
-class OutboundCall:
-    """A request that was sent: the cookie of its native call."""
-
-    __slots__ = ("attachments", "future", "timeout")
-
-    def __init__(
-        self, future: ResponseFuture, timeout: float | None, attachments: Sequence[Sendable]
-    ) -> None:
-        self.future = future
-        self.timeout = timeout
-        self.attachments = attachments
-
-    def let_go(self) -> None:
-        """There is an outcome, or none is wanted: frees the memory of the attachments. The native session may
-        keep the cookie for as long as the other peer takes to respond, and the future refers to the call."""
-        self.attachments = ()
-        self.future.abandon = None
-
-    def settle(self, outcome: Payload | GradwireError) -> None:
-        self.attachments = ()
-        future = self.future
-        future.abandon = None
-        future.settle(outcome)
-
-
-class InboundCall(ServerCall):
-    """A request from the other peer."""
-
-    link: Session
-
-    def __init__(self, session: Session, event: native.Event) -> None:
-        super().__init__()
-        self._session = session
-        self.link = session
-        self.id = event.id
-        self.method = event.method
-        self.deadline = event.deadline
-        self.cancelled = event.flag
-        self.request = _payload(event)
-
-    def begin(self) -> None:
-        self._session.begin(self)
-
-    def may_run_inline(self) -> bool:
-        return event_loop.serves(self._session)
-
-    def about_to_block(self) -> None:
-        if event_loop.serves(self._session):
-            native.about_to_block()
-
-    def respond(self, body: bytes, attachments: Sequence[Sendable] = ()) -> bool:
-        # Its memory is free before the requester sends more. Sending the response again does not need it.
-        self.request = NO_PAYLOAD
-        try:
-            self._session.check_size(body, attachments)
-        except ResourceExhausted as error:
-            self.fail(faults.describe(error, self._session.local.name))
-            return False
-        return self._done(self._session.respond(self, body, attachments))
-
-    def fail(self, error: link_pb2.Error) -> None:
-        self.request = NO_PAYLOAD
-        self._done(self._session.fail(self, error))
-
-    def _done(self, is_sent: bool) -> bool:
-        self._when_cancelled.clear()
-        return is_sent
 
 
 class Session(Link):
@@ -464,7 +394,7 @@ class Session(Link):
         self._inbound.pop(event.id, None)
 
     def _on_response(self, event: native.Event) -> None:
-        event.cookie.settle(_payload(event))
+        event.cookie.settle(payload_of(event))
 
     def _on_error(self, event: native.Event) -> None:
         error = link_pb2.Error.FromString(event.body)
@@ -639,11 +569,6 @@ os.register_at_fork(after_in_child=_after_fork)
 def _views(attachments: Sequence[Sendable]) -> list[memoryview]:
     blocks.trim_later()  # they may go through shared memory
     return [attachment.view for attachment in attachments]
-
-
-def _payload(event: native.Event) -> Payload:
-    attachments = event.attachments
-    return Payload(event.body, blocks.buffers(attachments) if attachments else ())
 
 
 def _error(error: GradwireError, local: PeerIdentity) -> bytes:
