@@ -30,5 +30,5 @@ def envelope(frame: link_pb2.Frame) -> bytes:
     return link_pb2.Envelope(frames=[frame]).SerializeToString()
 
 
-def goodbye(error: link_pb2.Error | None = None, *, leaving: bool = False) -> bytes:
-    return envelope(link_pb2.Frame(goodbye=link_pb2.Goodbye(error=error, leaving=leaving)))
+def goodbye(error: link_pb2.Error | None = None) -> bytes:
+    return envelope(link_pb2.Frame(goodbye=link_pb2.Goodbye(error=error)))

@@ -289,27 +289,27 @@ class GrpcLink(Session):
                 welcome = self._welcome(_first_frame(call))
         except grpc.RpcError as error:
             raise self._broken(error, handshake_seconds) from error
-        connection = self._connect_socket(welcome, give_up_at)
-        self._break_reason = ""
         over = threading.Event()
+        connection = self._connect_socket(welcome, give_up_at)
+        carrier: GrpcStream | SocketCarrier = stream
+        if connection is not None:
+            carrier = SocketCarrier(connection, partial(self._on_socket_cut, over), parent=stream)
+        elif welcome.HasField("same_host") or welcome.HasField("direct"):
+            stream.opening = frames.NOTHING  # "the session goes over this stream"
+        self._break_reason = ""
         # gRPC calls back whatever way the stream ends. It ends, too, when the worker has stopped: its pings
         # are not responded to.
         if not call.add_callback(over.set):
             over.set()
-        reader = None
-        # Before it is: if the link is closed from then on, the goodbye is still to be written.
+        # Before that is so: if the link is closed from then on, the goodbye is still to be written.
         self._is_attached = True
         try:
             try:
-                if connection is None:
-                    if welcome.HasField("same_host") or welcome.HasField("direct"):
-                        stream.opening = frames.NOTHING  # "the session goes over this stream"
-                    self.attach(stream)
-                else:
-                    self.attach(SocketCarrier(connection, partial(self._on_socket_cut, over), parent=stream))
+                self.attach(carrier)
             except OSError as error:
                 raise _Broken(f"the session cannot go over the connection: {error}") from error
-            if connection is None:
+            reader = None
+            if carrier is stream:
                 reader = stream.read(call, grpc_messages.of_client(call), f"gradwire-read-{self.target}")
             self.handle_events(most_requests=0)
             self._connected.set()
