@@ -35,7 +35,9 @@ RUN pip install ${PIP_ARGS} --no-deps .
 
 
 FROM ${BASE_IMAGE}
-RUN useradd --create-home --uid 10001 gradwire
+# A new volume takes over the owner of the folder that it is mounted on: without one here, it would be root's.
+RUN useradd --create-home --uid 10001 gradwire \
+    && install --directory --owner gradwire --group gradwire /var/lib/gradwire
 COPY --from=build /opt/gradwire /opt/gradwire
 ENV PATH=/opt/gradwire/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /app/examples
