@@ -321,7 +321,7 @@ void Link::disconnect() {
     std::lock_guard lock(mutex_);
     session_.detach();
     socket = std::exchange(socket_, nullptr);
-    has_events = is_fed_ && has_something_for(0);
+    has_events = has_something_for(0);
     if (!has_events) owner = std::move(owner_);  // else `take_events` does so
     was_fed = std::exchange(is_fed_, false);
     for (auto& [_, waiter] : waiters_) socket && waiter->is_reading ? socket->wake_reader() : waiter->woken.notify_one();

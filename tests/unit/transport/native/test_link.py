@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import weakref
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from tests.unit.system.support import eventually
 
 from gradwire import errors
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import GrpcStream, LinkSettings, PeerIdentity, ServerCall, Session
+from gradwire.transport import GrpcStream, LinkSettings, PeerIdentity, ServerCall, Session, SocketCarrier
 
 METHOD = link_pb2.METHOD_FORWARD_WITH_AUTOGRAD
 
@@ -123,3 +124,22 @@ def test_a_deadline_is_kept_though_a_longer_one_was_set_before(pair: Pair) -> No
     with pytest.raises(errors.DeadlineExceeded):
         soon.result(20)
     pair.a.close()
+
+
+def test_what_was_read_is_handled_though_the_socket_is_cut_before() -> None:
+    """A client may send its last requests, say goodbye and end, and the worker is slow."""
+    calls: list[ServerCall] = []
+    a = Session(PeerIdentity(1, "a"), PeerIdentity(2, "b"), calls.append, LinkSettings())
+    b = Session(PeerIdentity(2, "b"), PeerIdentity(1, "a"), calls.append, LinkSettings())
+    ends = [SocketCarrier(end, lambda *_: None, is_accepted=True) for end in socket.socketpair()]
+    a.attach(ends[0])
+    b.attach(ends[1])
+    try:
+        with b._lock:  # so that nothing is handled
+            for _ in range(5):
+                a.send_request(METHOD, b"")
+            eventually(lambda: b._native.statistics()["inbound_calls"] == 5)
+            b.detach(ends[1])
+        eventually(lambda: len(calls) == 5)
+    finally:
+        a.detach(ends[0])
