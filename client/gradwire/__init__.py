@@ -48,6 +48,7 @@ __all__ = [
     "RemoteFunction",
     "RemoteRef",
     "RemoteWorker",
+    "Tls",
     "Traffic",
     "__version__",
     "caller",

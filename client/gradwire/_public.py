@@ -33,5 +33,6 @@ from gradwire.tools.malloc import tune_malloc as tune_malloc
 from gradwire.training.checkpoints import LoadedKeys as LoadedKeys
 from gradwire.training.checkpoints import load as load
 from gradwire.training.checkpoints import save as save
+from gradwire.transport import Tls as Tls
 from gradwire.transport import Traffic as Traffic
 from gradwire.wire import register_type as register_type

@@ -6,6 +6,7 @@ import typing as _typing
 
 from gradwire_server.errors import (
     BindFailed,
+    CertificateError,
     ConfigError,
     DaemonError,
     LoadFailed,
@@ -34,6 +35,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "BindFailed",
+    "CertificateError",
     "ConfigError",
     "DaemonError",
     "LoadFailed",

@@ -8,7 +8,8 @@
         ├── LoadFailed              4   a module or object cannot be loaded
         ├── NothingExposed          5   there is nothing to serve
         ├── ConfigError             6   the config file cannot be used
-        └── StateError              7   the state directory cannot be used
+        ├── StateError              7   the state directory cannot be used
+        └── CertificateError        8   a certificate, key or CA file cannot be used
 
 The daemon prints the message of such an error as one line and exits with its `exit_code`. Usage errors exit
 with 2.
@@ -18,7 +19,15 @@ from __future__ import annotations
 
 from gradwire.errors import GradwireError
 
-__all__ = ["BindFailed", "ConfigError", "DaemonError", "LoadFailed", "NothingExposed", "StateError"]
+__all__ = [
+    "BindFailed",
+    "CertificateError",
+    "ConfigError",
+    "DaemonError",
+    "LoadFailed",
+    "NothingExposed",
+    "StateError",
+]
 
 
 class DaemonError(GradwireError):
@@ -64,3 +73,12 @@ class StateError(DaemonError):
     """
 
     exit_code = 7
+
+
+class CertificateError(DaemonError):
+    """A certificate, key or CA file cannot be read or used, or one is missing that belongs to another.
+
+    Only when a worker starts: one that runs keeps the last good certificates.
+    """
+
+    exit_code = 8

@@ -27,9 +27,9 @@ from gradwire.proto.v1 import link_pb2
 from gradwire.system.callbacks import call_each
 from gradwire.system.threads import DaemonThreads
 from gradwire.torch_internals import load_symbolic_shapes
-from gradwire.transport import Budget, LinkSettings
+from gradwire.transport import Budget, LinkSettings, Tls
 from gradwire.transport.channels import SERVICE, server_options
-from gradwire_server.errors import BindFailed, NothingExposed, StateError
+from gradwire_server.errors import BindFailed, CertificateError, NothingExposed, StateError
 from gradwire_server.objects.internal_functions import add_internal_functions
 from gradwire_server.objects.registry import Registry
 from gradwire_server.objects.store import ObjectOptions, ObjectStore
@@ -37,6 +37,7 @@ from gradwire_server.serving.acceptor import SessionAcceptor
 from gradwire_server.serving.binding import bind as bind_address
 from gradwire_server.serving.binding import direct_address
 from gradwire_server.serving.call_executor import CallExecutor
+from gradwire_server.serving.certificates import ServerCertificates, check_certificates
 from gradwire_server.serving.limits import HoldLimits
 from gradwire_server.serving.scheduler import CallScheduler, QueueLimits
 from gradwire_server.serving.servicer import Servicer
@@ -81,6 +82,11 @@ class Worker:
     `direct_bind` (``"host:port"``), else at any port of the first host that `bind` names. ``same_host=False``
     and ``direct=False`` leave these ways.
 
+    With `tls_cert` and `tls_key` (PEM files) TCP addresses take TLS connections only, and with
+    `tls_client_ca` only those of clients that have a certificate which one of these CAs has signed. Files
+    that change are reloaded. No direct sockets are offered then. Calls to other workers in served functions
+    show the same certificate, and trust `tls_ca`, else `tls_client_ca`.
+
     With a `state_dir` objects that have a name, and the optimizers over them, are saved there when the worker
     stops and every `save_every` seconds if they changed. A worker that is started with the same directory
     goes on from what was saved.
@@ -117,11 +123,18 @@ class Worker:
         direct: bool = True,
         direct_bind: str | None = None,
         max_shared_bytes: int = LinkSettings.max_shared_bytes,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_client_ca: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
         state_dir: str | os.PathLike[str] | None = None,
         save_every: float | None = None,
     ) -> None:
         if not served:
             raise NothingExposed("there is nothing to serve: name a module, a function or a class")
+        self._certificates = _certificates(tls_cert, tls_key, tls_client_ca)
+        if self._certificates is not None and direct_bind is not None:
+            raise ValueError("direct_bind is of no use with TLS: direct sockets are plain text")
         self._binds = (bind,) if isinstance(bind, str) else tuple(bind)
         self._direct_bind = direct_bind
         self._grace = grace
@@ -133,10 +146,13 @@ class Worker:
             max_tensor_elements=max_tensor_elements,
             max_bytes_in_flight=min(max_bytes_in_flight_per_client, max_bytes_in_flight),
             same_host=same_host,
-            direct=direct,
+            direct=direct and self._certificates is None,  # it is plain text
             max_shared_bytes=max_shared_bytes,
         )
         self._peer = LocalPeer(name)
+        if self._certificates is not None or tls_ca is not None:
+            self._peer.tls = Tls(tls_ca or tls_client_ca, tls_cert, tls_key)
+            check_certificates(self._peer.tls.files)
         self._scheduler = CallScheduler(
             self._peer.pool,
             QueueLimits(threads, threads_per_client, max_queued_calls, max_queued_calls_per_client),
@@ -233,7 +249,8 @@ class Worker:
                 names.append(health_module.SERVICE_NAME)
             reflection_module.enable_server_reflection(names, server)
         try:
-            self.addresses = tuple(bind_address(server, address) for address in self._binds)
+            credentials = None if self._certificates is None else self._certificates.credentials()
+            self.addresses = tuple(bind_address(server, address, credentials) for address in self._binds)
             self._acceptor.direct_address = self._direct_bind or direct_address(self.addresses)
             if (
                 self._direct_bind is not None
@@ -407,6 +424,21 @@ def _stop_running_workers() -> None:
 
 
 os.register_at_fork(after_in_child=_running.clear)
+
+
+def _certificates(
+    cert: str | os.PathLike[str] | None,
+    key: str | os.PathLike[str] | None,
+    client_ca: str | os.PathLike[str] | None,
+) -> ServerCertificates | None:
+    if cert is None and key is None:
+        if client_ca is not None:
+            raise CertificateError(
+                f"the CA of clients, {os.fspath(client_ca)}, is of no use without a certificate and a key of "
+                "the worker (tls_cert and tls_key)"
+            )
+        return None
+    return ServerCertificates(Tls(client_ca, cert, key).files)
 
 
 def _stop_server(server: grpc.Server) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import copy_context
+from dataclasses import replace
 from typing import overload
 
 from gradwire.api.device_maps import NO_MAP, Device, DeviceMap
 from gradwire.api.workers import RemoteWorker
 from gradwire.errors import ConnectFailed
 from gradwire.peers.current import current_peer
+from gradwire.peers.local import LocalPeer
 from gradwire.runtime.compression import NOT_COMPRESSED, Compression
-from gradwire.transport import LinkSettings
+from gradwire.transport import LinkSettings, Tls
 
 __all__ = ["connect"]
 
@@ -25,6 +27,7 @@ def connect(
     wait_for_ready: bool = ...,
     same_host: bool = ...,
     direct: bool = ...,
+    tls: Tls | bool | None = ...,
     max_tensor_elements: int = ...,
     device_map: Mapping[Device, Device] | None = ...,
     compress: Compression | None = ...,
@@ -40,6 +43,7 @@ def connect(
     wait_for_ready: bool = ...,
     same_host: bool = ...,
     direct: bool = ...,
+    tls: Tls | bool | None = ...,
     max_tensor_elements: int = ...,
     device_map: Mapping[Device, Device] | None = ...,
     compress: Compression | None = ...,
@@ -54,6 +58,7 @@ def connect(
     wait_for_ready: bool = True,
     same_host: bool = True,
     direct: bool = True,
+    tls: Tls | bool | None = None,
     max_tensor_elements: int = LinkSettings.max_tensor_elements,
     device_map: Mapping[Device, Device] | None = None,
     compress: Compression | None = None,
@@ -73,6 +78,12 @@ def connect(
     uses the network instead. A worker on another host is reached through a TCP socket beside its gRPC port,
     if that can be reached and no proxy lies between; ``direct=False`` leaves everything to gRPC.
 
+    `tls` encrypts the link: ``tls=gw.Tls(ca="ca.pem")``. Without it the variables GRADWIRE_TLS_CA, _CERT,
+    _KEY and _SERVER_NAME decide, and in a function of a worker that has a certificate that certificate is
+    used. ``tls=True`` trusts gRPC's default root certificates if these name no CA, ``tls=False`` is plain
+    text, as ``"unix:path"`` is unless told otherwise. Raises `ConnectFailed` at once if a file cannot be
+    used, or if the worker will never take the connection.
+
     `max_tensor_elements` bounds the elements of a result whose bytes were not all sent, such as an expanded
     tensor: a larger one raises `ResourceExhausted` here. The worker has the same setting for arguments.
 
@@ -83,6 +94,7 @@ def connect(
     `compress` makes large tensors smaller on the wire, e.g. ``gw.Compression(backward="int8")``. Without it
     tensors are sent uncompressed. Raises `CodecUnavailable` if either end lacks a codec.
     """
+    peer = current_peer()
     settings = LinkSettings(
         connect_timeout=connect_timeout,
         lost_after=lost_after,
@@ -92,13 +104,17 @@ def connect(
         max_tensor_elements=max_tensor_elements,
     )
     devices = NO_MAP if device_map is None else DeviceMap(device_map)
-    peer = current_peer()
     targets = [target] if isinstance(target, str) else target
     for address in targets:
         _check_address(address)
     compression = compress or NOT_COMPRESSED
     workers = [
-        RemoteWorker(peer.shared_link_to(address, settings), address, devices, compression)
+        RemoteWorker(
+            peer.shared_link_to(address, replace(settings, tls=_tls_for(address, tls, peer))),
+            address,
+            devices,
+            compression,
+        )
         for address in targets
     ]
     if len(workers) == 1:
@@ -108,6 +124,14 @@ def connect(
         for connected in [peer.pool.submit(copy_context().run, worker._connect) for worker in workers]:
             connected.result()
     return workers[0] if isinstance(target, str) else workers
+
+
+def _tls_for(target: str, tls: Tls | bool | None, peer: LocalPeer) -> Tls | None:
+    if tls is None:
+        return peer.tls_for(target)
+    if isinstance(tls, Tls):
+        return tls
+    return (peer.tls_for(target) or Tls()) if tls else None
 
 
 def _check_address(target: str) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 from gradwire import errors
@@ -23,7 +24,7 @@ from gradwire.runtime.scope import Scope, deadline
 from gradwire.system.randomness import new_id
 from gradwire.system.threads import DaemonThreads, computing
 from gradwire.torch_internals import check_engine
-from gradwire.transport import GrpcLink, Handler, Link, LinkSettings, PeerIdentity, ServerCall, faults
+from gradwire.transport import GrpcLink, Handler, Link, LinkSettings, PeerIdentity, ServerCall, Tls, faults
 
 __all__ = ["LocalPeer"]
 
@@ -39,6 +40,9 @@ class LocalPeer:
         name = name or f"{socket.gethostname()}-{os.getpid()}"
         check_engine()
         self.identity = PeerIdentity(new_id(), name)
+        self.tls: Tls | None = None
+        """How code of this peer connects to others if it does not say so itself. None: as the environment
+        says."""
         # The pool has no maximum size: a thread that waits for another call must not keep that call from
         # running.
         self.pool = DaemonThreads("gradwire")
@@ -168,6 +172,16 @@ class LocalPeer:
         # is lost, is gone.
         closed = link.ended if isinstance(link.ended, errors.LinkClosed) else None
         self.engine.forget_client(peer, is_gone=closed is None or closed.leaving)
+
+    def tls_for(self, target: str) -> Tls | None:
+        """How to connect to a worker if nobody says so: as this peer does, else as the environment says. What
+        goes to a unix socket does not leave the host, and is plain text."""
+        if target.startswith("unix:"):
+            return None
+        found = Tls.from_environment()
+        if self.tls is None or found is None or found.server_name is None:
+            return self.tls or found
+        return replace(self.tls, server_name=found.server_name)
 
     def shared_link_to(self, target: str, settings: LinkSettings) -> SharedLink:
         """The link to a worker that all handles with the same target and settings share."""

@@ -21,6 +21,7 @@ from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.handshake import SocketListener
 from gradwire.transport.in_process import InProcessLink
 from gradwire.transport.session import Budget, Session
+from gradwire.transport.tls import Tls
 
 __all__ = [
     "PROTOCOL",
@@ -40,6 +41,7 @@ __all__ = [
     "Session",
     "SocketCarrier",
     "SocketListener",
+    "Tls",
     "Traffic",
     "direct",
     "faults",

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from urllib.parse import unquote
 
-__all__ = ["Address", "remote_of"]
+__all__ = ["Address", "host_and_port", "remote_of"]
 
 Address = tuple[str, int]
 
@@ -48,13 +48,18 @@ def _plain(host: str) -> str:
     return str(mapped or address)
 
 
-def _resolve(target: str) -> set[Address]:
+def host_and_port(target: str) -> Address:
+    """Parses a target, which may be in one of gRPC's own forms. Raises ValueError for other forms."""
     name = target
     for prefix in ("dns:", "ipv4:", "ipv6:"):
         name = name.removeprefix(prefix)
     host, _, port = name.rpartition("/")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _resolve(target: str) -> set[Address]:
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(*host_and_port(target), type=socket.SOCK_STREAM)
         return {(_plain(str(address[0])), int(address[1])) for *_, address in found}
     except (OSError, ValueError):
         return set()

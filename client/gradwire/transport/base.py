@@ -23,6 +23,7 @@ import numpy.typing as npt
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import link_pb2, tensor_pb2
 from gradwire.system.callbacks import call_each, call_elsewhere
+from gradwire.transport.tls import Tls
 from gradwire.wire import Limits, Plans, supported_codecs
 
 __all__ = [
@@ -101,7 +102,10 @@ class LinkSettings:
     same_host: bool = True
     """Whether to bypass the network between two processes of one host."""
     direct: bool = True
-    """Whether to bypass gRPC between two hosts, over a TCP socket."""
+    """Whether to bypass gRPC between two hosts, over a TCP socket. Not with TLS, since that socket is plain
+    text."""
+    tls: Tls | None = None
+    """How the connecting peer uses TLS; None: not at all."""
     max_shared_bytes: int = 4 << 30
     """How much shared memory this process may allocate for attachments to peers on the same host, over all
     links together. Attachments beyond this limit go over the socket."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import grpc
+
 from gradwire.proto.v1 import worker_pb2
+from gradwire.system.certificates import Certificates
 from gradwire.transport.base import LinkSettings
 
-__all__ = ["LINK_METHOD", "SERVICE", "client_options", "server_options", "silence_before_cut"]
+__all__ = ["LINK_METHOD", "SERVICE", "client_options", "open_channel", "server_options", "silence_before_cut"]
 
 # Taken from the descriptor, so that server reflection finds it under the same name.
 SERVICE: str = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
@@ -48,6 +51,17 @@ def client_options(settings: LinkSettings) -> Options:
         # A proxy from the environment is not meant for connections to workers.
         ("grpc.enable_http_proxy", 0),
     ]
+
+
+def open_channel(target: str, settings: LinkSettings, certificates: Certificates | None) -> grpc.Channel:
+    """A channel to a worker, with TLS if there are certificates."""
+    options = client_options(settings)
+    if certificates is None:
+        return grpc.insecure_channel(target, options=options)
+    if settings.tls is not None and settings.tls.server_name:
+        options.append(("grpc.ssl_target_name_override", settings.tls.server_name))
+    credentials = grpc.ssl_channel_credentials(certificates.ca, certificates.key, certificates.cert)
+    return grpc.secure_channel(target, credentials, options=options)
 
 
 def server_options(settings: LinkSettings) -> Options:

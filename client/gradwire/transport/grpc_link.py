@@ -7,6 +7,9 @@ wait for this very link, which this thread has to connect again.
 The session goes over a socket instead if the worker offers one that can be reached: a unix socket if both
 processes are on one host, else a direct TCP socket. The stream stays open meanwhile: its pings tell when the
 worker has stopped.
+
+With TLS that thread looks every second whether certificates were replaced. If so, it opens another stream,
+with the new ones, and the session moves there before the old stream ends: no request has to wait for a cut.
 """
 
 from __future__ import annotations
@@ -33,13 +36,15 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.proto.v1 import link_pb2
+from gradwire.system.certificates import Certificates, WatchedCertificates
 from gradwire.system.randomness import between, new_id
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import direct, faults, frames, grpc_messages, same_host
 from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
 from gradwire.transport.carriers import GrpcStream, SocketCarrier
-from gradwire.transport.channels import LINK_METHOD, client_options, silence_before_cut
+from gradwire.transport.channels import LINK_METHOD, open_channel, silence_before_cut
 from gradwire.transport.session import Session
+from gradwire.transport.tls import certificates_of, explain
 
 __all__ = ["PROTOCOL", "GrpcLink"]
 
@@ -56,10 +61,69 @@ _AVOID_DIRECT_SECONDS = 60.0
 """How long a direct socket is not tried again after it could not be had, or was cut while gRPC was not."""
 _AVOID_SAME_HOST_SECONDS = 60.0
 """How long no unix socket is used after there was no descriptor left for shared memory."""
+_LOOK_SECONDS = 1.0
+"""How often to look whether certificates were replaced."""
+_MOVE_AGAIN_SECONDS = 30.0
+"""How long to stay with the old certificates after the worker has not taken the new ones."""
 
 
 class _Broken(Exception):
     """The connection was cut, or could not be had; connecting may be tried again."""
+
+
+class _Connection:
+    """A stream, and what belongs to it."""
+
+    def __init__(self, session: GrpcLink, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.stream = GrpcStream(session)
+        self._call: Any = None
+        """The gRPC call of the stream."""
+        self._reader: threading.Thread | None = None
+        self.over = threading.Event()
+        """Set when the stream or the socket has ended."""
+        self.break_reason = ""
+        """Why the socket broke; empty while it is open."""
+        self.handshake_seconds = 0.0
+
+    def open(self, hello: bytes) -> None:
+        # Frames are encoded already, so gRPC gets no serializers.
+        open_stream: Any = self.channel.stream_stream(LINK_METHOD)
+        self._call = open_stream(chain([hello], self.stream))
+
+    def first_frame(self) -> link_pb2.Frame:
+        """What the worker responds with."""
+        return _first_frame(self._call)
+
+    def notice_end(self) -> None:
+        """From now on `over` is set when the stream ends.
+
+        gRPC calls back whatever way it ends. It ends, too, when the worker has stopped: its pings are not
+        responded to.
+        """
+        if not self._call.add_callback(self.over.set):
+            self.over.set()
+
+    def read(self, thread_name: str) -> None:
+        """Has what the worker sends over the stream read."""
+        self._reader = self.stream.read(self._call, grpc_messages.of_client(self._call), thread_name)
+
+    def drain(self) -> None:
+        """Waits a moment until what had arrived before the end is read."""
+        if self._reader is not None:
+            self._reader.join(_DRAIN_SECONDS)
+
+    def is_active(self) -> bool:
+        """Whether the stream is open."""
+        return bool(self._call.is_active())
+
+    def why_over(self) -> str:
+        """Why it has ended, once it has."""
+        return self.break_reason or _explain(self._call, self.handshake_seconds)
+
+    def cut(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
 
 
 class GrpcLink(Session):
@@ -73,12 +137,25 @@ class GrpcLink(Session):
         self._wait_for_ready = settings.wait_for_ready
         """Whether connecting is tried again until the timeout."""
         self._was_welcomed = False
-        self._call: Any = None
-        """The gRPC call of the stream that is open or being opened."""
+        self._watched: WatchedCertificates | None = None
+        """The certificates, which follow their files; None without TLS."""
+        if settings.tls is not None:
+            self._watched = certificates_of(settings.tls)
+        self._certificates: Certificates | None = None
+        """Those of the latest channel."""
+        self._channel: grpc.Channel | None = None
+        self._was_probed = False
+        """Whether this link has found out already that the worker speaks no TLS."""
+        self._attempt = 0
+        self._give_up_at = 0.0
+        """When a worker that does not respond counts as lost."""
+        self._connection: _Connection | None = None
+        """The connection that is open or being opened."""
+        self._left: _Connection | None = None
+        """The connection that the session moves away from."""
         self._is_attached = False
         """Whether the session is attached to the stream, or to a socket."""
-        self._break_reason = ""
-        """Why the stream or the socket broke; empty while both are open."""
+        self._goes_direct = settings.direct and settings.tls is None
         self._avoids_direct_until = 0.0
         self._avoids_same_host_until = 0.0
         self._connected = threading.Event()
@@ -98,7 +175,7 @@ class GrpcLink(Session):
 
     def leave_to_parent(self) -> None:
         super().leave_to_parent()
-        self._call = None
+        self._connection = self._left = None
 
     def connect(
         self,
@@ -140,8 +217,9 @@ class GrpcLink(Session):
             self._cut()
 
     def _cut(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
+        for connection in (self._connection, self._left):
+            if connection is not None:
+                connection.cut()
 
     def _join_supervisor(self) -> None:
         if self._supervisor.is_alive() and threading.current_thread() is not self._supervisor:
@@ -151,65 +229,74 @@ class GrpcLink(Session):
 
     def _supervise(self) -> None:
         try:
-            with grpc.insecure_channel(self.target, options=client_options(self.settings)) as channel:
-                self._reconnect_until_ended(channel)
+            self._reconnect_until_ended()
         except Exception as error:
             log.exception("the link to %s failed", self.peer)
             self.abort(InternalError(f"the link to {self.peer} failed: {error!r}"))
         finally:
+            if self._channel is not None:
+                self._channel.close()
             if self._goodbye_timer is not None:
                 self._goodbye_timer.cancel()
 
-    def _reconnect_until_ended(self, channel: grpc.Channel) -> None:
-        give_up_at = time.monotonic() + self._connect_timeout
-        backoff, attempt = _FIRST_BACKOFF, 0
+    def _reconnect_until_ended(self) -> None:
+        self._give_up_at = time.monotonic() + self._connect_timeout
+        backoff = _FIRST_BACKOFF
         while self.ended is None:
-            attempt += 1
-            stream = GrpcStream(self)
+            self._connection = _Connection(self, self._latest_channel())
             reason = ""
             try:
-                self._run_session(channel, stream, attempt, give_up_at)
+                self._open_session(self._connection, self._give_up_at)
+                self._run_session()
             except _Broken as broken:
                 reason = str(broken)
             except GradwireError as error:
                 self.abort(error)
             finally:
+                self._is_attached = False
                 self._cut()
-                stream.close()
-            if self.detach(stream):
+                self._connection.stream.close()
+            if self.detach(self._connection.stream):
                 log.info("the connection to %s was cut: %s", self.peer, reason)
-                give_up_at = time.monotonic() + self.settings.lost_after
+                self._give_up_at = time.monotonic() + self.settings.lost_after
                 if "ping timeout" in reason or "keepalive watchdog" in reason:  # gRPC has no code for this
-                    give_up_at -= silence_before_cut(self.settings)
+                    self._give_up_at -= silence_before_cut(self.settings)
                 backoff = _FIRST_BACKOFF
             is_only_try = not self._was_welcomed and not self._wait_for_ready
-            if self.ended is None and (is_only_try or time.monotonic() >= give_up_at):
+            if self.ended is None and (is_only_try or time.monotonic() >= self._give_up_at):
                 self.ended_by_timeout = self._was_welcomed
                 self.abort(self._unreachable_error(reason))
             # Full jitter: many clients of one worker must not reconnect all at once.
-            left = max(give_up_at - time.monotonic(), 0.0)
+            left = max(self._give_up_at - time.monotonic(), 0.0)
             self._ending.wait(min(between(0, backoff), left))
             backoff = min(2 * backoff, _LAST_BACKOFF)
 
+    def _latest_channel(self) -> grpc.Channel:
+        """The channel with the latest certificates; the one before is closed."""
+        certificates = self._watched.latest() if self._watched is not None else None
+        if self._channel is None or certificates is not self._certificates:
+            previous, self._channel = self._channel, open_channel(self.target, self.settings, certificates)
+            self._certificates = certificates
+            if previous is not None:
+                previous.close()
+        return self._channel
+
     @contextmanager
-    def _cut_if_silent(self, give_up_at: float) -> Iterator[float]:
-        """Cancels the stream if it does not respond in time; yields how many seconds it has."""
-        handshake_seconds = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
-        timer = call_later(handshake_seconds, self._cut)
+    def _cut_if_silent(self, connection: _Connection, give_up_at: float) -> Iterator[None]:
+        """Cancels the stream if it does not respond in time."""
+        connection.handshake_seconds = min(_HANDSHAKE_SECONDS, max(give_up_at - time.monotonic(), 0.1))
+        timer = call_later(connection.handshake_seconds, connection.cut)
         try:
-            yield handshake_seconds
+            yield
         finally:
             timer.cancel()
 
-    def _open(self, channel: grpc.Channel, stream: GrpcStream, attempt: int) -> Any:
+    def _open(self, connection: _Connection) -> None:
         """Opens a stream, which starts with Hello."""
-        hello = frames.envelope(link_pb2.Frame(hello=self._hello(attempt)))
-        # Frames are encoded already, so gRPC gets no serializers.
-        open_stream: Any = channel.stream_stream(LINK_METHOD)
-        self._call = call = open_stream(chain([hello], stream))
+        self._attempt += 1
+        connection.open(frames.envelope(link_pb2.Frame(hello=self._hello(self._attempt))))
         if self.ended is not None:
-            call.cancel()  # the thread that ended the link could not know of this call
-        return call
+            connection.cut()  # the thread that ended the link could not know of this call
 
     def _hello(self, attempt: int) -> link_pb2.Hello:
         return link_pb2.Hello(
@@ -223,7 +310,7 @@ class GrpcLink(Session):
             max_bytes_in_flight=self.settings.max_bytes_in_flight,
             codecs=self.settings.codecs,
             same_host=self.settings.same_host and time.monotonic() >= self._avoids_same_host_until,
-            direct=self.settings.direct and time.monotonic() >= self._avoids_direct_until,
+            direct=self._goes_direct and time.monotonic() >= self._avoids_direct_until,
         )
 
     def _welcome(self, frame: link_pb2.Frame) -> link_pb2.Welcome:
@@ -256,12 +343,29 @@ class GrpcLink(Session):
         self._was_welcomed = True
         return welcome
 
-    def _broken(self, error: grpc.RpcError, handshake_seconds: float) -> Exception:
-        if error.code() == grpc.StatusCode.UNIMPLEMENTED and not self._was_welcomed:
-            return ConnectFailed(
-                f"the gRPC server at {self.target} is no gradwire worker", worker=self.target
-            )
-        return _Broken(_explain(error, handshake_seconds))
+    def _broken(self, error: grpc.RpcError, connection: _Connection, give_up_at: float) -> Exception:
+        if not self._was_welcomed:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                return ConnectFailed(
+                    f"the gRPC server at {self.target} is no gradwire worker", worker=self.target
+                )
+            refusal = self._tls_refusal(error, give_up_at)
+            if refusal:
+                message = f"cannot connect to the worker at {self.target}: {refusal}"
+                return ConnectFailed(message, worker=self.target, retryable=False)
+        return _Broken(_explain(error, connection.handshake_seconds))
+
+    def _tls_refusal(self, error: grpc.RpcError, give_up_at: float) -> str | None:
+        """Why the worker will never take a connection, if that has to do with TLS."""
+        details = error.details() or ""
+        if error.code() != grpc.StatusCode.UNAVAILABLE or "Failed to connect to remote host" in details:
+            return None  # nobody listens, or nobody responds
+        if self.settings.tls is None and self._was_probed:
+            return None
+        self._was_probed = True
+        seconds = give_up_at - time.monotonic()
+        refusal = explain(self.target, self.settings.tls, self._certificates, seconds)
+        return refusal or (details if "CERTIFICATE_VERIFY_FAILED" in details else None)
 
     def _unreachable_error(self, reason: str) -> GradwireError:
         if not self._was_welcomed:
@@ -271,6 +375,8 @@ class GrpcLink(Session):
                 + f": {reason}",
                 worker=self.target,
             )
+        if self._watched is not None:
+            reason = explain(self.target, self.settings.tls, self._certificates, 0.0) or reason
         return WorkerLost(
             f"{self.peer} has been out of reach for {self.settings.lost_after:g} s: {reason}",
             worker=str(self.peer),
@@ -278,51 +384,56 @@ class GrpcLink(Session):
 
     # -- the session
 
-    def _run_session(
-        self, channel: grpc.Channel, stream: GrpcStream, attempt: int, give_up_at: float
-    ) -> None:
-        """Opens a stream, and runs the session over it, or over a socket that it leads to, until it ends."""
-        handshake_seconds = 0.0
+    def _open_session(self, connection: _Connection, give_up_at: float) -> None:
+        """Opens a stream, and has the session go over it, or over a socket that it leads to."""
         try:
-            with self._cut_if_silent(give_up_at) as handshake_seconds:
-                call = self._open(channel, stream, attempt)
-                welcome = self._welcome(_first_frame(call))
+            with self._cut_if_silent(connection, give_up_at):
+                self._open(connection)
+                welcome = self._welcome(connection.first_frame())
         except grpc.RpcError as error:
-            raise self._broken(error, handshake_seconds) from error
-        over = threading.Event()
-        connection = self._connect_socket(welcome, give_up_at)
+            raise self._broken(error, connection, give_up_at) from error
+        found = self._connect_socket(welcome, give_up_at)
+        stream = connection.stream
         carrier: GrpcStream | SocketCarrier = stream
-        if connection is not None:
-            carrier = SocketCarrier(connection, partial(self._on_socket_cut, over), parent=stream)
+        if found is not None:
+            carrier = SocketCarrier(found, partial(self._on_socket_cut, connection), parent=stream)
         elif welcome.HasField("same_host") or welcome.HasField("direct"):
             stream.opening = frames.NOTHING  # "the session goes over this stream"
-        self._break_reason = ""
-        # gRPC calls back whatever way the stream ends. It ends, too, when the worker has stopped: its pings
-        # are not responded to.
-        if not call.add_callback(over.set):
-            over.set()
+        connection.notice_end()
         # Before that is so: if the link is closed from then on, the goodbye is still to be written.
         self._is_attached = True
         try:
-            try:
-                self.attach(carrier)
-            except OSError as error:
-                raise _Broken(f"the session cannot go over the connection: {error}") from error
-            reader = None
-            if carrier is stream:
-                reader = stream.read(call, grpc_messages.of_client(call), f"gradwire-read-{self.target}")
-            self.handle_events(most_requests=0)
-            self._connected.set()
-            over.wait()
-            if reader is not None:
-                reader.join(_DRAIN_SECONDS)
-            if self._native.heard_goodbye:  # it is handled at once, unless a thread is stuck
-                self._ending.wait(_DRAIN_SECONDS)
-        finally:
-            self._is_attached = False
-            self._cut()
+            self.attach(carrier)
+        except OSError as error:
+            raise _Broken(f"the session cannot go over the connection: {error}") from error
+        if carrier is stream:
+            connection.read(f"gradwire-read-{self.target}")
+        self.handle_events(most_requests=0)
+        self._connected.set()
+
+    def _run_session(self) -> None:
+        """Waits until the connection ends. Moves the session to another one when certificates were
+        replaced."""
+        connection = self._connection
+        assert connection is not None
+        refused: Certificates | None = None
+        move_at = 0.0
+        while not connection.over.wait(None if self._watched is None else _LOOK_SECONDS):
+            assert self._watched is not None
+            newest = self._watched.latest()
+            if newest is self._certificates or (newest is refused and time.monotonic() < move_at):
+                continue
+            moved = self._move(connection, newest, is_first_try=newest is not refused)
+            if moved is None:
+                refused, move_at = newest, time.monotonic() + _MOVE_AGAIN_SECONDS
+            else:
+                connection = moved
+        connection.drain()
+        if self._native.heard_goodbye:  # it is handled at once, unless a thread is stuck
+            self._ending.wait(_DRAIN_SECONDS)
+        connection.cut()
         if self._ended is None:
-            raise _Broken(self._break_reason or _explain(call, handshake_seconds))
+            raise _Broken(connection.why_over())
 
     def _connect_socket(self, welcome: link_pb2.Welcome, give_up_at: float) -> socket.socket | None:
         """The socket that goes around gRPC, if there is one."""
@@ -332,9 +443,9 @@ class GrpcLink(Session):
             # Half of the time that is left: if the socket does not respond, the rest is for gRPC.
             return (give_up_at - time.monotonic()) / 2
 
-        if welcome.HasField("same_host"):
+        if self.settings.same_host and welcome.HasField("same_host"):
             connection = same_host.connect(welcome.same_host, self.target, seconds())
-        if connection is None and welcome.HasField("direct"):
+        if connection is None and self._goes_direct and welcome.HasField("direct"):
             connection = direct.connect(welcome.direct, self.target, seconds(), self.settings)
             if connection is None:
                 self._avoid_direct()
@@ -344,13 +455,54 @@ class GrpcLink(Session):
         """The direct socket cannot be had, or was cut: the next connections go over gRPC for a while."""
         self._avoids_direct_until = time.monotonic() + _AVOID_DIRECT_SECONDS
 
-    def _on_socket_cut(self, over: threading.Event, carrier: SocketCarrier, reason: str) -> None:
-        if not carrier.is_local and self._call is not None and self._call.is_active():
+    def _on_socket_cut(self, connection: _Connection, carrier: SocketCarrier, reason: str) -> None:
+        if not carrier.is_local and connection.is_active():
             self._avoid_direct()  # gRPC still reaches the worker
         if carrier.lacked_descriptors:  # it would be cut again and again
             self._avoids_same_host_until = time.monotonic() + _AVOID_SAME_HOST_SECONDS
-        self._break_reason = reason
-        over.set()
+        connection.break_reason = reason
+        connection.over.set()
+
+    def _move(self, leaving: _Connection, newest: Certificates, *, is_first_try: bool) -> _Connection | None:
+        """Moves the session to a connection with new certificates, and ends the one that it leaves. If that
+        cannot be had, the session stays where it is, and the result is None."""
+        channel = open_channel(self.target, self.settings, newest)
+        connection = _Connection(self, channel)
+        self._connection, self._left = connection, leaving
+        self._give_up_at = time.monotonic() + self.settings.lost_after
+        self._is_moving = True
+        reason = ""
+        try:
+            self._open_session(connection, time.monotonic() + _HANDSHAKE_SECONDS)
+        except _Broken as broken:
+            reason = str(broken)
+        finally:
+            self._is_moving = False
+            self._left = None
+            has_moved = self._carried_by(connection.stream)
+            if has_moved:
+                self._channel, self._certificates = channel, newest
+            else:
+                self._connection = leaving
+            abandoned = leaving if has_moved else connection
+            abandoned.cut()
+            abandoned.stream.close()
+            abandoned.channel.close()
+        if has_moved:
+            log.info("the link to %s uses the new certificates", self.peer)
+            return connection
+        if is_first_try and self.ended is None:
+            log.warning(
+                "no connection to %s with the new certificates, that with the old ones stays in use: %s",
+                self.peer,
+                explain(self.target, self.settings.tls, newest, 0.0) or reason,
+            )
+        return None
+
+    def _carried_by(self, stream: GrpcStream) -> bool:
+        """Whether the session goes over that stream, or over a socket that it led to."""
+        used = self._carrier
+        return used is stream or (isinstance(used, SocketCarrier) and used.parent is stream)
 
 
 def _first_frame(call: Any) -> link_pb2.Frame:

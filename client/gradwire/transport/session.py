@@ -101,6 +101,8 @@ class Session(Link):
             patience=_PATIENCE_SECONDS,
         )
         self._carrier: GrpcStream | SocketCarrier | None = None
+        self._is_moving = False
+        """Whether a connection takes the place of another: then requests wait, whatever the settings say."""
         self._inbound: dict[int, InboundCall] = {}
         """Requests that are being served."""
         self._timer: Timer | None = None
@@ -128,7 +130,7 @@ class Session(Link):
         with self._lock:
             if self._ended is not None:
                 raise self._ended.again()
-            waits = self.settings.wait_for_ready or future.waits_for_link
+            waits = self.settings.wait_for_ready or future.waits_for_link or self._is_moving
             if self._carrier is None and not waits:
                 raise self._unreachable()
             now = time.monotonic()

@@ -46,6 +46,7 @@ _EPILOG = (
     "  5  a module exposes nothing\n"
     "  6  the config file cannot be used\n"
     "  7  the state directory cannot be used, or the last save failed\n"
+    "  8  a certificate, key or CA file cannot be used\n"
     "130  stopped by a second SIGINT\n"
     "143  stopped by a second SIGTERM"
 )
@@ -278,6 +279,38 @@ def serve(
             "max-shared-bytes", "How much shared memory to set up for clients on this host.", 4 << 30
         ),
     ] = 4 << 30,
+    tls_cert: Annotated[
+        str | None,
+        option(
+            "tls-cert",
+            "PEM file with the worker's certificate: TCP addresses take TLS connections only. Read again "
+            "when it changes.",
+            config.file_path,
+            "FILE",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        str | None,
+        option("tls-key", "PEM file with the key of that certificate.", config.file_path, "FILE"),
+    ] = None,
+    tls_client_ca: Annotated[
+        str | None,
+        option(
+            "tls-client-ca",
+            "PEM file with CAs: clients need a certificate that one of them has signed.",
+            config.file_path,
+            "FILE",
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        option(
+            "tls-ca",
+            "PEM file with the CAs of workers that served functions call. Default: --tls-client-ca.",
+            config.file_path,
+            "FILE",
+        ),
+    ] = None,
     tune_malloc: Annotated[
         bool, option("tune-malloc", "Keep freed memory, up to 512 MiB, for the next large tensor.")
     ] = True,
@@ -286,7 +319,7 @@ def serve(
         option(
             "state-dir",
             "Where named objects and their optimizers are saved on shutdown, and restored from at start.",
-            config.directory,
+            config.file_path,
             "DIR",
         ),
     ] = None,
@@ -330,6 +363,12 @@ def serve(
 ) -> None:
     if save_every is not None and state_dir is None:
         raise typer.BadParameter("--save-every needs --state-dir, a directory to save to")
+    if (tls_cert is None) != (tls_key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key belong together: give both")
+    if tls_client_ca is not None and tls_cert is None:
+        raise typer.BadParameter("--tls-client-ca needs --tls-cert and --tls-key, the worker's own")
+    if tls_cert is not None and direct_bind is not None:
+        raise typer.BadParameter("--direct-bind is of no use with TLS: direct sockets are plain text")
     # Imported here, because they take seconds to load, and --help must not wait for them.
     import torch
 
@@ -382,6 +421,10 @@ def serve(
             direct=direct,
             direct_bind=direct_bind,
             max_shared_bytes=max_shared_bytes,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
+            tls_ca=tls_ca,
             state_dir=state_dir,
             save_every=save_every,
         )

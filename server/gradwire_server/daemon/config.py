@@ -26,8 +26,8 @@ __all__ = [
     "SETTINGS",
     "bind_address",
     "byte_size",
-    "directory",
     "environment_variable",
+    "file_path",
     "instance_spec",
     "log_format",
     "log_level",
@@ -173,7 +173,7 @@ def shown_size(size: int) -> str:
     return str(size)
 
 
-def directory(value: object) -> str:
+def file_path(value: object) -> str:
     """A path, with ~ for the home directory."""
     return os.path.expanduser(_text(value))
 
@@ -233,8 +233,12 @@ SETTINGS: Mapping[str, Callable[[object], object]] = {
     "direct": _switch,
     "direct-bind": _text,
     "max-shared-bytes": byte_size,
+    "tls-cert": file_path,
+    "tls-key": file_path,
+    "tls-client-ca": file_path,
+    "tls-ca": file_path,
     "tune-malloc": _switch,
-    "state-dir": directory,
+    "state-dir": file_path,
     "save-every": positive_seconds,
     "log-level": log_level,
     "log-format": log_format,

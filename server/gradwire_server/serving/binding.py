@@ -14,15 +14,23 @@ from gradwire_server.errors import BindFailed
 __all__ = ["bind", "direct_address"]
 
 
-def bind(server: grpc.Server, address: str) -> str:
-    """Has a server listen on an address. Returns the address with the real port. Raises BindFailed."""
+def bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Has a server listen on an address, with TLS if there are credentials. Returns the address with the real
+    port. Raises BindFailed.
+
+    A unix socket is plain text in any case: nothing leaves the host, and the permissions of the file and its
+    folder say who may connect.
+    """
     is_unix = address.startswith("unix:")
     if is_unix:
         _free_unix_path(address)
     else:
         _check_tcp_address(address)
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None or is_unix:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
     if not port:

@@ -92,6 +92,10 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         direct-bind = "0.0.0.0:50052"
         tune-malloc = false
         max-shared-bytes = "1GiB"
+        tls-cert = "/etc/gradwire/server.pem"
+        tls-key = "/etc/gradwire/server-key.pem"
+        tls_client_ca = "/etc/gradwire/clients.pem"
+        tls-ca = "/etc/gradwire/ca.pem"
         reflection = false
         state-dir = "/var/lib/gradwire"
         save-every = 60
@@ -129,6 +133,10 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "direct_bind": "0.0.0.0:50052",
         "tune_malloc": False,
         "max_shared_bytes": 1 << 30,
+        "tls_cert": "/etc/gradwire/server.pem",
+        "tls_key": "/etc/gradwire/server-key.pem",
+        "tls_client_ca": "/etc/gradwire/clients.pem",
+        "tls_ca": "/etc/gradwire/ca.pem",
         "reflection": False,
         "state_dir": "/var/lib/gradwire",
         "save_every": 60.0,
