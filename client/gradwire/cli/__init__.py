@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -15,7 +16,7 @@ from typing import Annotated
 import typer
 
 from gradwire import _version
-from gradwire.cli import call, cleanup, common, gradcheck, ls, ping, ps
+from gradwire.cli import call, certs, cleanup, common, gradcheck, ls, ping, ps
 from gradwire.errors import GradwireError
 
 __all__ = ["app", "main"]
@@ -27,10 +28,13 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "ps": ps.ps,
     "cleanup": cleanup.cleanup,
     "gradcheck": gradcheck.gradcheck,
+    "certs": certs.certs,
 }
 
 _EPILOG = (
     "A TARGET is the address of a worker: HOST:PORT or unix:PATH.\n\n"
+    "For workers that speak TLS, GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT, GRADWIRE_TLS_KEY and "
+    "GRADWIRE_TLS_SERVER_NAME are the defaults of --tls-ca and so on.\n\n"
     "\b\nExit codes:\n"
     "  0  done\n"
     "  1  the worker could not be reached, refused the call, or the function raised\n"
@@ -72,11 +76,13 @@ for _name, _command in _COMMANDS.items():
         _name,
         help=common.unwrapped(_command.__doc__ or ""),
         context_settings={"ignore_unknown_options": _name == "call"},
-    )(_command)
+    )(_command if _name == "certs" else common.with_tls_options(_command))
 
 
 def main() -> None:
     """The entry point of the command ``gradwire``."""
+    # gRPC would write lines of its own to stderr, for each handshake that fails, say.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app(prog_name="gradwire")
     except GradwireError as error:

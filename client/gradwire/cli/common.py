@@ -6,9 +6,12 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +20,17 @@ from rich.text import Text
 import gradwire
 from gradwire.errors import GradwireError, RemoteError
 
-__all__ = ["ConnectTimeout", "Json", "Target", "connected", "output", "show_error", "unwrapped", "write_json"]
+__all__ = [
+    "ConnectTimeout",
+    "Json",
+    "Target",
+    "connected",
+    "output",
+    "show_error",
+    "unwrapped",
+    "with_tls_options",
+    "write_json",
+]
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The worker: HOST:PORT or unix:PATH.")]
 
@@ -29,11 +42,70 @@ ConnectTimeout = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
 
 
+def _tls_file(flag: str, help: str) -> Any:
+    return Annotated[str | None, typer.Option(flag, metavar="FILE", help=help, show_default=False)]
+
+
+_TLS_OPTIONS: dict[str, Any] = {
+    "tls": Annotated[
+        bool | None,
+        typer.Option(
+            "--tls/--no-tls",
+            help="Whether to use TLS. Default: if one of these is given.",
+            show_default=False,
+        ),
+    ],
+    "tls_ca": _tls_file("--tls-ca", "PEM file with the CA of the worker."),
+    "tls_cert": _tls_file("--tls-cert", "PEM file with a certificate to show to the worker."),
+    "tls_key": _tls_file("--tls-key", "PEM file with the key of that certificate."),
+    "tls_server_name": Annotated[
+        str | None,
+        typer.Option(
+            "--tls-server-name",
+            metavar="NAME",
+            help="For whom the worker's certificate is. Default: the host.",
+            show_default=False,
+        ),
+    ],
+}
+
+_tls_options: ContextVar[dict[str, Any]] = ContextVar("tls_options")
+"""What was given for these options."""
+
+
+def with_tls_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of TLS besides its own; `connected` reads them."""
+
+    @wraps(command)
+    def with_options(**arguments: Any) -> None:
+        _tls_options.set({name: arguments.pop(name) for name in _TLS_OPTIONS})
+        command(**arguments)
+
+    signature = inspect.signature(command, eval_str=True)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in _TLS_OPTIONS.items()
+    ]
+    parameters = [*signature.parameters.values(), *added]
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return with_options
+
+
+def _tls() -> gradwire.Tls | bool | None:
+    """What `gradwire.connect` is to be told."""
+    options = {name.removeprefix("tls_"): value for name, value in _tls_options.get().items()}
+    wanted: bool | None = options.pop("tls")
+    given = {name: value for name, value in options.items() if value is not None}
+    if wanted is False or not given:
+        return wanted
+    return replace(gradwire.Tls.from_environment() or gradwire.Tls(), **given)
+
+
 @contextmanager
 def connected(target: str, connect_timeout: float) -> Iterator[gradwire.RemoteWorker]:
     """A handle to a worker for the duration of a command. Ctrl-C exits with code 130, as shells expect."""
     try:
-        with gradwire.connect(target, connect_timeout=connect_timeout) as worker:
+        with gradwire.connect(target, connect_timeout=connect_timeout, tls=_tls()) as worker:
             yield worker
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
