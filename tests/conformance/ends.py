@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import grpc
 from tests.conformance.switching import Switch
 
 from gradwire.errors import GradwireError
-from gradwire.transport import GrpcLink, InProcessLink, Link, LinkSettings, PeerIdentity, ServerCall
+from gradwire.transport import GrpcLink, InProcessLink, Link, LinkSettings, OwnIdentity, ServerCall
 from gradwire.transport.channels import SERVICE, server_options
 from gradwire_server.serving.acceptor import SessionAcceptor
 
@@ -27,8 +26,6 @@ CARRIED = ("grpc", "unix", "tcp", *SWITCHED)
 KINDS = (*STEADY, *SWITCHED)
 SECONDS = 20.0
 """Longer than anything here takes: an event that has not happened by then never will."""
-
-_peer_ids = itertools.count(1)
 
 
 class Memory:
@@ -65,7 +62,7 @@ class Peer:
     received: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.identity = PeerIdentity(next(_peer_ids), self.name)
+        self.identity = OwnIdentity.new(self.name)
         self.on_arrival: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
 

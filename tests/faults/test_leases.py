@@ -296,8 +296,8 @@ def test_the_lease_does_not_end_a_context_that_came_to_be_in_a_unary_request(cha
     request.args.append(encoder.value(torch.ones(2, requires_grad=True), "x"))
     table, _ = encoder.finish()
     request.tensors.CopyFrom(table)
-    ContextId(77, 5).write(request.autograd.context)
-    AutogradMessageId(77, 1).write(request.autograd.message)
+    ContextId(77, 5, 6).write(request.autograd.context)
+    AutogradMessageId(77, 1, 2).write(request.autograd.message)
     with grpc.insecure_channel(chain.workers["b"].address) as channel:
         forward = channel.unary_unary("/gradwire.v1.Worker/ForwardWithAutograd")
         response = forward(request.SerializeToString(), timeout=DEADLINE)

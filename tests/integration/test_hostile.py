@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import math
 import os
@@ -26,7 +27,7 @@ from tests.conftest import Workers
 import gradwire as gw
 import gradwire_server as gws
 from gradwire.proto.v1 import autograd_pb2, link_pb2, tensor_pb2, value_pb2
-from gradwire.transport import frames, native
+from gradwire.transport import PROTOCOL, frames, native
 from gradwire_server.serving import acceptor
 
 SECONDS = 20.0
@@ -164,10 +165,16 @@ class WithDescriptors:
 Sent = bytes | Frame | WithDescriptors
 
 
+def peer_of(secret: bytes) -> int:
+    """The id of the peer with a secret."""
+    return int.from_bytes(hashlib.sha256(secret).digest()[:8], "little")
+
+
 def hello_frame(**changes: Any) -> Frame:
+    secret = changes.setdefault("secret", random.randbytes(32))
     fields = {
-        "protocol": 2,
-        "peer": random.getrandbits(63) + 1,
+        "protocol": PROTOCOL,
+        "peer": peer_of(secret),
         "session": random.getrandbits(63) + 1,
         "name": "hostile",
         "attempt": 1,
@@ -479,14 +486,16 @@ HELLOS: dict[str, tuple[bytes, str]] = {
     "two frames": (together(hello_frame(), hello_frame()), "must start with Hello"),
     "another protocol": (
         frames.envelope(hello_frame(protocol=99)),
-        "protocol 99 is not spoken here, only 2",
+        "protocol 99 is not spoken here, only 3",
     ),
     "the protocol before": (
-        frames.envelope(hello_frame(protocol=1)),
-        "protocol 1 is not spoken here, only 2",
+        frames.envelope(hello_frame(protocol=2)),
+        "protocol 2 is not spoken here, only 3",
     ),
     "no peer": (frames.envelope(hello_frame(peer=0)), "must name a peer"),
     "no session": (frames.envelope(hello_frame(session=0)), "must name a peer"),
+    "the id of another peer": (frames.envelope(hello_frame(peer=5)), "does not prove to come from it"),
+    "no secret": (frames.envelope(hello_frame(peer=5, secret=b"")), "does not prove to come from it"),
 }
 
 
@@ -861,7 +870,7 @@ def test_a_name_that_is_no_name_is_made_one(worker: gws.Worker) -> None:
 
 
 def test_an_attempt_that_was_superseded_is_refused(worker: gws.Worker) -> None:
-    ids = {"peer": 5, "session": 6}
+    ids = {"secret": SECRET, "session": 6}
     with RawLink(worker.address, frames.envelope(hello_frame(**ids, attempt=2))).welcome():
         with RawLink(worker.address, frames.envelope(hello_frame(**ids, attempt=2))) as again:
             assert "superseded" in again.farewell().message
@@ -922,14 +931,15 @@ def test_values_that_lie_about_their_type_are_refused(worker: gws.Worker) -> Non
 # -- plans
 
 PLAN = 7
-PEER = 5
+SECRET = bytes(range(32))
+PEER = peer_of(SECRET)
 """The id of the hostile peer."""
-CONTEXT, MESSAGE = struct.pack("<QQ", PEER, 3), struct.pack("<QQ", PEER, 4)
+CONTEXT, MESSAGE = struct.pack("<QQQ", PEER, 3, 0), struct.pack("<QQQ", PEER, 4, 0)
 
 
 def said(counts: tuple[int, int, int] = (0, 0, 0), flags: int = 1, ids: bytes = b"") -> bytes:
     """What a message in short says of autograd."""
-    return struct.pack("<16s16sQIIIB", CONTEXT, MESSAGE, 0, *counts, flags) + ids
+    return struct.pack("<24s24sQIIIB", CONTEXT, MESSAGE, 0, *counts, flags) + ids
 
 
 def planned_call(plan: int = PLAN, function: str = "double", count: int = 4) -> bytes:
@@ -958,7 +968,7 @@ def short_gradients(
     flags: int = 1,
 ) -> bytes:
     """Gradients for a message with one tensor."""
-    head = struct.pack("<BB16s16s", 0, flags, b"\x03" * 16, message)
+    head = struct.pack("<BB24s24s", 0, flags, b"\x03" * 24, message)
     return head + autograd + bytes([slots, repeated]) + content
 
 
@@ -974,9 +984,9 @@ SHORT_CALLS: dict[str, tuple[bytes, list[bytes]]] = {
     "4 billion ids": (short_call(autograd=said((MOST, 0, 0))), []),
     "12 billion ids": (short_call(autograd=said((MOST, MOST, MOST), flags=3)), []),
     "an unknown flag of its metadata": (short_call(autograd=said(flags=1 | 4)), []),
-    "all flags of its metadata": (short_call(autograd=said(flags=255, ids=bytes(16))), []),
+    "all flags of its metadata": (short_call(autograd=said(flags=255, ids=bytes(24))), []),
     "one id too few": (short_call(autograd=said((0, 1, 0))), []),
-    "one id too many": (short_call(autograd=said(ids=bytes(16))), []),
+    "one id too many": (short_call(autograd=said(ids=bytes(24))), []),
     "a segment handle that is not there": (short_call(autograd=said(flags=3), content=b""), []),
     "no tensor": (short_call(content=b""), []),
     "a tensor that is a byte short": (short_call(content=bytes(15)), []),
@@ -989,7 +999,7 @@ SHORT_GRADIENTS: dict[str, tuple[Callable[[bytes], bytes], list[bytes]]] = {
     "a zero byte": (lambda _: b"\0", []),
     "half a head": (lambda message: short_gradients(message)[:40], []),
     "half its metadata": (lambda message: short_gradients(message)[:60], []),
-    "no such message": (lambda _: short_gradients(b"\x09" * 16), []),
+    "no such message": (lambda _: short_gradients(b"\x09" * 24), []),
     "an unknown flag": (lambda message: short_gradients(message, flags=1 | 4), []),
     "all flags": (lambda message: short_gradients(message, flags=255), []),
     "an unknown flag of its metadata": (
@@ -1048,7 +1058,7 @@ class Numbered:
         assert full.plan_is_kept
         assert full.result_number == 1
         message = full.autograd.message
-        return struct.pack("<QQ", message.peer, message.number)
+        return struct.pack("<QQQ", message.peer, message.number, message.key)
 
 
 def in_full(response: link_pb2.Response) -> autograd_pb2.ForwardWithAutogradResponse:
@@ -1064,7 +1074,7 @@ def refused(response: link_pb2.Response) -> bool:
 def test_calls_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: str) -> None:
     with (
         gw.connect(worker.address) as bystander,
-        RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link,
+        RawLink(worker.address, kind=kind, secret=SECRET).welcome() as raw_link,
     ):
         send = Numbered(raw_link)
         for body, attachments in SHORT_CALLS.values():
@@ -1082,7 +1092,7 @@ def test_calls_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: str) -> None:
     propagate = link_pb2.METHOD_PROPAGATE_GRADIENTS
-    with RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link:
+    with RawLink(worker.address, kind=kind, secret=SECRET).welcome() as raw_link:
         send = Numbered(raw_link)
         message = send.keep_plan()
         for name, (body, attachments) in SHORT_GRADIENTS.items():
@@ -1096,7 +1106,7 @@ def test_gradients_in_short_that_are_forged_are_refused(worker: gws.Worker, kind
 def test_messages_in_short_that_are_changed_at_random_do_no_harm(worker: gws.Worker) -> None:
     chance = random.Random(7)
     codes = set()
-    with RawLink(worker.address, kind="unix", peer=PEER).welcome() as raw_link:
+    with RawLink(worker.address, kind="unix", secret=SECRET).welcome() as raw_link:
         send = Numbered(raw_link)
         message = send.keep_plan()
         for _ in range(1000):
@@ -1124,8 +1134,8 @@ def test_messages_in_short_that_are_changed_at_random_do_no_harm(worker: gws.Wor
 
 def test_a_plan_keeps_its_meaning_and_one_link(worker: gws.Worker) -> None:
     with (
-        RawLink(worker.address, peer=PEER).welcome() as one,
-        RawLink(worker.address, peer=PEER).welcome() as other,
+        RawLink(worker.address, secret=SECRET).welcome() as one,
+        RawLink(worker.address, secret=SECRET).welcome() as other,
     ):
         send = Numbered(one)
         send.keep_plan()
@@ -1138,7 +1148,7 @@ def test_a_plan_keeps_its_meaning_and_one_link(worker: gws.Worker) -> None:
 
 
 def test_a_draining_worker_refuses_calls_in_short(worker: gws.Worker) -> None:
-    with RawLink(worker.address, peer=PEER).welcome() as raw_link:
+    with RawLink(worker.address, secret=SECRET).welcome() as raw_link:
         send = Numbered(raw_link)
         send.keep_plan()
         worker._servicer.draining = True
@@ -1228,7 +1238,7 @@ class Called:
 def test_responses_in_short_that_are_forged_are_refused(worker: gws.Worker, kind: str) -> None:
     with (
         gw.connect(worker.address) as bystander,
-        RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link,
+        RawLink(worker.address, kind=kind, secret=SECRET).welcome() as raw_link,
     ):
         ask = Called(raw_link)
         # To a request in full, the first without a plan, the second with one.
@@ -1259,7 +1269,7 @@ CONTRIBUTIONS: dict[str, tuple[Callable[[bytes], bytes], list[bytes]]] = {
     "no head": (lambda _: contributions(count=1, content=b""), []),
     "65,535 messages": (lambda message: contributions(head_of(message), count=2**16 - 1), []),
     "an unknown flag": (lambda message: contributions(head_of(message), flags=0x80 | 2), []),
-    "a message that nobody sent": (lambda _: contributions(head_of(bytes(16))), []),
+    "a message that nobody sent": (lambda _: contributions(head_of(bytes(24))), []),
     "a message twice": (lambda message: contributions(head_of(message), head_of(message)), []),
     "a slot beyond": (lambda message: contributions(head_of(message, 2)), []),
     "a repeated element that is too long": (lambda message: contributions(head_of(message, 1, 1)), []),
@@ -1289,20 +1299,19 @@ def test_contributions_in_short_that_are_forged_are_refused(worker: gws.Worker, 
         message.tensors.tensors[0].requires_grad = True
         message.autograd.message.peer, message.autograd.message.number = PEER, 9
         if request.body.startswith(b"\0"):
-            arguments.append(request.body[7 + 16 : 7 + 32])
+            arguments.append(request.body[7 + 24 : 7 + 48])
         else:
             came = autograd_pb2.ForwardWithAutogradRequest.FromString(request.body).autograd
-            arguments.append(struct.pack("<QQ", came.message.peer, came.message.number))
+            arguments.append(struct.pack("<QQQ", came.message.peer, came.message.number, came.message.key))
         message.autograd.context.CopyFrom(autograd_pb2.ContextId(peer=PEER, number=3))
-        message.autograd.depends_on.add(
-            peer=struct.unpack("<QQ", arguments[-1])[0], number=struct.unpack("<QQ", arguments[-1])[1]
-        )
+        peer, number, key = struct.unpack("<QQQ", arguments[-1])
+        message.autograd.depends_on.add(peer=peer, number=number, key=key)
         return message.SerializeToString(), []
 
     def right(message: bytes) -> bytes:
         return contributions(head_of(message), content=b"\1" * 16)
 
-    with RawLink(worker.address, kind=kind, peer=PEER).welcome() as raw_link:
+    with RawLink(worker.address, kind=kind, secret=SECRET).welcome() as raw_link:
         descend = Called(raw_link)
         for name, (forge, attachments) in CONTRIBUTIONS.items():
             assert refused(descend(partial(answer, forge, attachments), "descend")), name

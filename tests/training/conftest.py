@@ -30,7 +30,7 @@ class Served:
     @property
     def objects(self) -> int:
         """How many objects it holds, besides those that it exposes itself."""
-        return sum(not stored.permanent for stored in self.worker._objects._by_number.values())
+        return sum(not stored.permanent for stored in self.worker._objects._by_handle.values())
 
     @property
     def messages(self) -> int:

@@ -73,6 +73,7 @@ class Context:
         run = BackwardRun(
             engine,
             pass_id,
+            self._id,
             requester=None,
             collect_leaves=True,
             collect_into=self._id,
@@ -179,7 +180,7 @@ def context() -> Context:
     tensor([3., 3.]) None
     """
     peer = current_peer()
-    return Context(peer, ContextId(peer.identity.id, peer.engine.new_id().number), is_own=True)
+    return Context(peer, ContextId.new(peer.identity.id, peer.engine.new_id().number), is_own=True)
 
 
 def is_explicit(id: ContextId) -> bool:

@@ -27,7 +27,7 @@ class RemoteRef:
         self._message = message
         # The destructor needs these two. It must not look anything up: it may run while Python shuts down.
         self._releases = None if borrowed or not message.release_number else worker._releases()
-        self._release_id = AutogradMessageId(message.peer.id, message.release_number)
+        self._release_id = AutogradMessageId(message.peer.id, message.release_number, 0)
 
     @property
     def worker(self) -> RemoteWorker:

@@ -48,6 +48,8 @@ class DistAutogradContext:
         self.known_workers: weakref.WeakSet[Link] = weakref.WeakSet()
         """The links that calls of this context went over. The workers at their other ends hold a part of the
         context."""
+        self.oldest_pass = 0
+        """The number of the oldest unfinished pass of the owner, as far as calls in the context said it."""
         self.peers: set[int] = set()
         """The peers that made requests in the context and will say when it ends, also those whose request
         was being served when the context came to be. While any of them is linked, the lease does not end
@@ -237,6 +239,20 @@ class DistAutogradContainer:
                 context.last_used = time.monotonic()
             return context
 
+    def oldest_pass(self, id: ContextId) -> int:
+        """That of a context; 0 if the context is not there."""
+        context = self._contexts.get(id)
+        return 0 if context is None else context.oldest_pass
+
+    def learn_oldest_pass(self, id: ContextId, number: int) -> bool:
+        """Notes that number. Returns whether it has grown. Where the context is not there yet, nothing is
+        that could belong to an older pass."""
+        context = self._contexts.get(id)
+        if context is None or number <= context.oldest_pass:
+            return False
+        context.oldest_pass = number
+        return True
+
     def in_use(self, *ids: ContextId | None, requester: int | None) -> AbstractContextManager[None]:
         """A block in which a request is served in contexts, whether they exist or not. Until it ends, the
         lease does not end them. None: the request names no such context.
@@ -244,6 +260,17 @@ class DistAutogradContainer:
         `requester` is the peer that will say when they end; None if no peer will.
         """
         return _InUse(self, ids, requester)
+
+    def with_key(self, id: ContextId) -> ContextId:
+        """The whole id of a context that people name without its key."""
+        if id.key or id in self._contexts:
+            return id
+        named = (
+            context.id
+            for context in self.contexts()
+            if (context.id.peer, context.id.number) == (id.peer, id.number)
+        )
+        return next(named, id)
 
     def contexts(self) -> list[DistAutogradContext]:
         with self._lock:

@@ -7,7 +7,6 @@ the two ends of PropagateGradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +36,7 @@ class DistEngine:
 
     def __init__(self, peer: int, find_link: Callable[[int], Link | None]) -> None:
         self.peer = peer
-        self.ambient = ContextId(peer, 0)
+        self.ambient = ContextId.new(peer, 0)
         """The context of what this peer does outside of any other."""
         self.limits = wire.Limits()
         """On what comes without a link, as unary calls do."""
@@ -62,13 +61,29 @@ class DistEngine:
     def new_id(self) -> AutogradMessageId:
         return new_id(self.peer)
 
+    def oldest_pass(self, context: ContextId) -> int:
+        """The number of the oldest unfinished pass of a context's owner; 0 if none is known."""
+        return self.passes.oldest if context.peer == self.peer else self.container.oldest_pass(context)
+
+    def learn_oldest_pass(self, context: ContextId, number: int) -> None:
+        """Notes that number, as a call in the context brought it. It counts in this context alone: whoever
+        knows one context of a peer may say nothing of the others."""
+        if context.peer != self.peer and self.container.learn_oldest_pass(context, number):
+            self.passes.hooks.forget_older(context, number)
+
+    def is_over(self, pass_id: AutogradMessageId, context: ContextId) -> bool:
+        """Whether a pass, which reaches this peer in a context, has ended."""
+        if pass_id.peer == self.peer:
+            return pass_id.number < self.passes.oldest
+        return pass_id.peer == context.peer and pass_id.number < self.container.oldest_pass(context)
+
     def accumulate(
         self, run: BackwardRun, into: ContextId, leaf: torch.Tensor, gradient: torch.Tensor
     ) -> None:
         """Adds the gradient of a leaf of this process to a context."""
         context = self.container.get(into)
         # What still runs of a backward that failed no longer counts once its caller has gone on.
-        is_added = context.accumulate(leaf, gradient, unless=partial(self.passes.is_over, run.pass_id))
+        is_added = context.accumulate(leaf, gradient, unless=run.is_over)
         if is_added and post_accumulate_grad_hooks(leaf):
             self.passes.hooks.add_leaf(run.pass_id, into, leaf)
 
@@ -86,7 +101,7 @@ class DistEngine:
     def forget_client(self, client: int, *, is_gone: bool) -> None:
         """A client has no link to this peer any more. `is_gone` is False if only the link was closed: the
         client may still take part through other peers."""
-        self.passes.forget(client)
+        self.passes.hooks.forget(client)
         self.feedback.forget(client)
         self.leases.drop_client(client, is_gone=is_gone)
 

@@ -58,6 +58,8 @@ class BackwardRun:
 
     engine: DistEngine
     pass_id: AutogradMessageId
+    context: ContextId
+    """That of the forward."""
     requester: int | None
     """The peer that requested it. Contributions to its messages go into the response."""
     collect_leaves: bool
@@ -68,6 +70,10 @@ class BackwardRun:
     contributions: list[GradientsToReturn] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Of the results that it starts from: each raises if parameters are no longer those of the forward."""
+
+    def is_over(self) -> bool:
+        """Whether it no longer counts: its pass has failed or was given up."""
+        return self.engine.is_over(self.pass_id, self.context)
 
     def check_fresh(self) -> None:
         for check in self.checks:

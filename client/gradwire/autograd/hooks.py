@@ -66,16 +66,23 @@ class WaitingHooks:
         with self._lock:
             return self._passes.pop(pass_id, None)
 
-    def forget(self, peer: int, before: int | None = None) -> None:
-        """Forgets the hooks of a peer's passes, or of its passes before a number. Those passes failed, so
-        their hooks do not run."""
+    def forget(self, peer: int) -> None:
+        """Forgets the hooks of the passes of a peer that is gone."""
+        with self._lock:
+            for id in [id for id in self._passes if id.peer == peer]:
+                del self._passes[id]
+
+    def forget_older(self, context: ContextId, number: int) -> None:
+        """Forgets the hooks that wait, because of a context, for passes of its owner before a number. Those
+        passes failed, so their hooks do not run."""
         if not self._passes:
             return
         with self._lock:
-            for id in [
-                id for id in self._passes if id.peer == peer and (before is None or id.number < before)
-            ]:
-                del self._passes[id]
+            for id, waiting in tuple(self._passes.items()):
+                if id.peer == context.peer and id.number < number and context in waiting.leaves:
+                    del waiting.leaves[context]
+                    if not waiting.leaves:
+                        del self._passes[id]
 
 
 def run_waiting_hooks(engine: DistEngine, pass_id: AutogradMessageId) -> None:

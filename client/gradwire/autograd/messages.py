@@ -33,7 +33,7 @@ def send_call(
 ) -> tuple[AutogradMetadata, Sequence[AutogradMessageId]]:
     """Records the arguments of a call whose response settles `future`. What its request says of them, and
     the releases that ride on it."""
-    metadata = AutogradMetadata(context, oldest_pass=engine.passes.oldest_of(context.peer))
+    metadata = AutogradMetadata(context, oldest_pass=engine.oldest_pass(context))
     sent: SentArguments | None = None
     releases = engine.releases.to(link)
     if torch.is_grad_enabled():
@@ -59,7 +59,7 @@ def receive_call(
     """Makes the arguments of a call part of the graph here. `compression` says how their gradients are sent
     back."""
     if metadata is not None:
-        engine.passes.learn_oldest(metadata.context.peer, metadata.oldest_pass)
+        engine.learn_oldest_pass(metadata.context, metadata.oldest_pass)
     if metadata is None or metadata.message is None or not torch.is_grad_enabled():
         if values.slots:
             values.keep_requires_grad()

@@ -1,7 +1,7 @@
 """What a message says of autograd beside its tensors, in full and in short.
 
 In full it is a protobuf message. Messages whose structure the receiver knows (`wire.plans`, `gradients`) have
-it in short: a fixed head, then ids of 16 bytes each.
+it in short: a fixed head, then ids of 24 bytes each.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, message_ids, message
 
 __all__ = ["AutogradMetadata"]
 
-_HEAD = Struct("<16s16sQIIIB")
+_HEAD = Struct("<24s24sQIIIB")
 """Context, message, oldest pass; how many ids follow in `depends_on`, `builds_on` and the releases; flags."""
 _HAS_MESSAGE, _HAS_HANDLE = 1, 2
 _UNKNOWN_FLAGS = ~(_HAS_MESSAGE | _HAS_HANDLE)
-_NO_ID = bytes(16)
+_NO_ID = bytes(24)
 
 
 class AutogradMetadata:

@@ -1,7 +1,7 @@
 """Backward passes. A pass is all the graph tasks, on all peers, that a backward() sets off.
 
 A pass that failed may leave work behind on a peer that was slow or stopped. Each call carries the number of
-the oldest unfinished pass of its context's owner; work of older passes is refused.
+the oldest unfinished pass of its context's owner; work of older passes in that context is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _numbers = itertools.count(1)
 
 def new_id(peer: int) -> AutogradMessageId:
     """A new id for a message or a pass of a peer."""
-    return AutogradMessageId(peer, next(_numbers))
+    return AutogradMessageId.new(peer, next(_numbers))
 
 
 class Passes:
-    """The passes that this peer started, and the oldest unfinished pass of each other peer."""
+    """The passes that this peer started."""
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
@@ -33,8 +33,8 @@ class Passes:
         self._newest = 0
         self._running: set[int] = set()
         """The numbers of the unfinished passes that this peer started."""
-        self._oldest: dict[int, int] = {}
-        """For each peer, the number of its oldest unfinished pass, as far as this peer has been told."""
+        self.oldest = 0
+        """The number of the oldest unfinished one; 0 before the first has ended."""
         self.hooks = WaitingHooks()
         """Hooks of leaves that wait for the end of a pass."""
 
@@ -52,22 +52,4 @@ class Passes:
         self.hooks.take(id)
         with self._lock:
             self._running.discard(id.number)
-            self._oldest[self._peer] = min(self._running, default=self._newest + 1)
-
-    def oldest_of(self, peer: int) -> int:
-        """The number of the oldest unfinished pass of a peer; 0 if none is known."""
-        return self._oldest.get(peer, 0)
-
-    def learn_oldest(self, peer: int, number: int) -> None:
-        """Notes the number of the oldest unfinished pass of a peer, as a call brought it."""
-        if number > self._oldest.get(peer, 0):
-            self._oldest[peer] = number
-            self.hooks.forget(peer, number)
-
-    def is_over(self, id: AutogradMessageId) -> bool:
-        return id.number < self._oldest.get(id.peer, 0)
-
-    def forget(self, peer: int) -> None:
-        """Forgets the passes of a peer that is gone."""
-        self._oldest.pop(peer, None)
-        self.hooks.forget(peer)
+            self.oldest = min(self._running, default=self._newest + 1)

@@ -22,7 +22,7 @@ result. PropagateGradients: how many messages have contributions."""
 AWAITS_END = 1
 """A flag of PropagateGradients: `awaits_end` of its response in full."""
 _HAS_METADATA = 1 << 7
-_NO_METADATA = AutogradMetadata(ContextId(0, 0))
+_NO_METADATA = AutogradMetadata(ContextId(0, 0, 0))
 
 
 class FullResponse:
@@ -102,7 +102,7 @@ def releases_of_discarded(
         return released, [] if metadata.message is None else [metadata.message]
     response = wire.parse(kind, body)
     there = [
-        AutogradMessageId(ref.peer.id, ref.release_number)
+        AutogradMessageId(ref.peer.id, ref.release_number, 0)
         for ref in wire.refs_in([response])
         if ref.release_number
     ]

@@ -52,7 +52,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall, scope: Scope) -
     request = wire.parse(autograd_pb2.PropagateGradientsRequest, server_call.request.body)
     context = ContextId.parse(request.context)
     pass_id = AutogradMessageId.parse(getattr(request, "pass"))
-    _begin(engine, pass_id, message_ids(request.released))
+    _begin(engine, pass_id, context, message_ids(request.released))
     if request.pass_ended:
         with entered(scope):
             run_waiting_hooks(engine, pass_id)
@@ -68,6 +68,7 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall, scope: Scope) -
     run = BackwardRun(
         engine,
         pass_id,
+        context,
         requester=link.peer.id if link is not None else context.peer,
         collect_leaves=not request.skip_leaves,
         collect_into=ContextId.parse(request.collect_into) if request.HasField("collect_into") else None,
@@ -111,12 +112,17 @@ def serve_propagate(engine: DistEngine, server_call: ServerCall, scope: Scope) -
 def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link, scope: Scope) -> None:
     """`serve_propagate` for a request in short."""
     request = ShortRequest(server_call.request.body)
-    _begin(engine, request.pass_id, request.released)
+    _begin(engine, request.pass_id, request.context, request.released)
     sent = _find(engine, request.message)
     gradients = request.gradients(sent.metadata, server_call.request.attachments)
     server_call.request = NO_PAYLOAD
     run = BackwardRun(
-        engine, request.pass_id, link.peer.id, collect_leaves=not request.skip_leaves, collect_into=None
+        engine,
+        request.pass_id,
+        request.context,
+        link.peer.id,
+        collect_leaves=not request.skip_leaves,
+        collect_into=None,
     )
     context = request.context
     scope = scope.for_request(context, detect_anomaly=False)
@@ -128,11 +134,16 @@ def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link, scope:
     engine.releases.respond(server_call, response)
 
 
-def _begin(engine: DistEngine, pass_id: AutogradMessageId, released: Sequence[AutogradMessageId]) -> None:
+def _begin(
+    engine: DistEngine,
+    pass_id: AutogradMessageId,
+    context: ContextId,
+    released: Sequence[AutogradMessageId],
+) -> None:
     """What comes first in each request: its releases, and whether its pass still goes on."""
     if released:
         engine.container.release(released)
-    if engine.passes.is_over(pass_id):
+    if engine.is_over(pass_id, context):
         raise NotFound(
             f"pass {pass_id} is over: its backward failed or was given up, so this no longer counts"
         )
@@ -310,7 +321,7 @@ def _totals(contributions: Sequence[GradientsToReturn]) -> list[GradientsToRetur
 def serve_cleanup(engine: DistEngine, server_call: ServerCall) -> None:
     """Serves CleanupContext on the thread that reads: it is quick, and done before any later request."""
     request = wire.parse(autograd_pb2.CleanupContextRequest, server_call.request.body)
-    context = ContextId.parse(request.context)
+    context = engine.container.with_key(ContextId.parse(request.context))
     if request.messages:
         found = engine.container.release(message_ids(request.messages))
     elif request.owner_is_gone and server_call.link is not None:

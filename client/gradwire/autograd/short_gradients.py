@@ -22,7 +22,7 @@ from gradwire.wire.ids import AutogradMessageId, ContextId, read_ids
 
 __all__ = ["GradientsReader", "GradientsWriter", "ShortRequest", "short_request"]
 
-_REQUEST = Struct("<BB16s16s")
+_REQUEST = Struct("<BB24s24s")
 """The mark of a short form, flags, the pass, and the message that the gradients are for."""
 _MOST_MESSAGES = 1024
 _MOST_ATTACHMENTS = 1024

@@ -21,10 +21,19 @@ from gradwire.peers.forking import live_peers
 from gradwire.peers.shared_links import Reconnect, SharedLink
 from gradwire.proto.v1 import link_pb2
 from gradwire.runtime.scope import Scope, deadline
-from gradwire.system.randomness import new_id
 from gradwire.system.threads import DaemonThreads, computing
 from gradwire.torch_internals import check_engine
-from gradwire.transport import GrpcLink, Handler, Link, LinkSettings, PeerIdentity, ServerCall, Tls, faults
+from gradwire.transport import (
+    GrpcLink,
+    Handler,
+    KnownWorkers,
+    Link,
+    LinkSettings,
+    OwnIdentity,
+    ServerCall,
+    Tls,
+    faults,
+)
 
 __all__ = ["LocalPeer"]
 
@@ -39,7 +48,8 @@ class LocalPeer:
     def __init__(self, name: str | None = None) -> None:
         name = name or f"{socket.gethostname()}-{os.getpid()}"
         check_engine()
-        self.identity = PeerIdentity(new_id(), name)
+        self.identity = OwnIdentity.new(name)
+        self._known_workers = KnownWorkers()
         self.tls: Tls | None = None
         """How code of this peer connects to others if it does not say so itself. None: as the environment
         says."""
@@ -168,6 +178,7 @@ class LocalPeer:
             if links:
                 return
             self._links.pop(peer, None)
+        self._known_workers.forget(peer)
         # A peer that only closed this link may still take part by way of other peers. A peer that leaves, or
         # is lost, is gone.
         closed = link.ended if isinstance(link.ended, errors.LinkClosed) else None
@@ -197,7 +208,7 @@ class LocalPeer:
     def _connect(self, target: str, settings: LinkSettings, reconnect: Reconnect | None) -> Link:
         if self._closed:
             raise errors.LinkClosed(f"{self.identity.name} has been shut down")
-        link = GrpcLink(target, self.identity, self.dispatch, settings)
+        link = GrpcLink(target, self.identity, self.dispatch, settings, self._known_workers)
         if reconnect is None or not settings.wait_for_ready:
             link.connect(deadline())
         else:

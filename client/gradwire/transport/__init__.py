@@ -10,7 +10,6 @@ from gradwire.transport.base import (
     Link,
     LinkSettings,
     Payload,
-    PeerIdentity,
     ResponseFuture,
     Sendable,
     ServerCall,
@@ -19,6 +18,7 @@ from gradwire.transport.base import (
 from gradwire.transport.carriers import GrpcStream, SocketCarrier
 from gradwire.transport.grpc_link import PROTOCOL, GrpcLink
 from gradwire.transport.handshake import SocketListener
+from gradwire.transport.identity import KnownWorkers, OwnIdentity, PeerIdentity, is_secret_of
 from gradwire.transport.in_process import InProcessLink
 from gradwire.transport.session import Budget, Session
 from gradwire.transport.tls import Tls
@@ -31,8 +31,10 @@ __all__ = [
     "GrpcStream",
     "Handler",
     "InProcessLink",
+    "KnownWorkers",
     "Link",
     "LinkSettings",
+    "OwnIdentity",
     "Payload",
     "PeerIdentity",
     "ResponseFuture",
@@ -48,5 +50,6 @@ __all__ = [
     "frames",
     "grpc_messages",
     "handshake",
+    "is_secret_of",
     "same_host",
 ]

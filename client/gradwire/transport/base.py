@@ -23,6 +23,7 @@ import numpy.typing as npt
 from gradwire.errors import GradwireError
 from gradwire.proto.v1 import link_pb2, tensor_pb2
 from gradwire.system.callbacks import call_each, call_elsewhere
+from gradwire.transport.identity import PeerIdentity
 from gradwire.transport.tls import Tls
 from gradwire.wire import Limits, Plans, supported_codecs
 
@@ -33,7 +34,6 @@ __all__ = [
     "Link",
     "LinkSettings",
     "Payload",
-    "PeerIdentity",
     "ResponseFuture",
     "Sendable",
     "ServerCall",
@@ -60,21 +60,6 @@ class Sendable(Protocol):
 
     def check_unmodified(self) -> None:
         """Raises an error if the memory was written to after the message was made."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerIdentity:
-    """Identifies a peer."""
-
-    id: int
-    """A random 64-bit id, drawn anew each time a process starts."""
-    name: str
-    """A name for people to read."""
-    address: str = ""
-    """The address at which this process reached the peer; empty if the peer does not listen."""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.address})" if self.address else self.name
 
 
 @dataclass(frozen=True)

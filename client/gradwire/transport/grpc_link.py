@@ -40,9 +40,10 @@ from gradwire.system.certificates import Certificates, WatchedCertificates
 from gradwire.system.randomness import between, new_id
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import direct, faults, frames, grpc_messages, same_host
-from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
+from gradwire.transport.base import Handler, LinkSettings
 from gradwire.transport.carriers import GrpcStream, SocketCarrier
 from gradwire.transport.channels import LINK_METHOD, open_channel, silence_before_cut
+from gradwire.transport.identity import KnownWorkers, OwnIdentity, PeerIdentity
 from gradwire.transport.session import Session
 from gradwire.transport.tls import certificates_of, explain
 
@@ -50,7 +51,7 @@ __all__ = ["PROTOCOL", "GrpcLink"]
 
 log = logging.getLogger("gradwire.link")
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the protocol that this code speaks."""
 
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
@@ -129,9 +130,18 @@ class _Connection:
 class GrpcLink(Session):
     """A session with a worker that listens. Call `connect` before anything else."""
 
-    def __init__(self, target: str, local: PeerIdentity, handler: Handler, settings: LinkSettings) -> None:
+    def __init__(
+        self,
+        target: str,
+        local: OwnIdentity,
+        handler: Handler,
+        settings: LinkSettings,
+        known_workers: KnownWorkers | None = None,
+    ) -> None:
         super().__init__(local, PeerIdentity(0, target, ""), handler, settings)
         self.target = target
+        self._secret = local.secret
+        self._known_workers = known_workers or KnownWorkers()
         self._session_id = new_id()
         self._connect_timeout = settings.connect_timeout
         self._wait_for_ready = settings.wait_for_ready
@@ -302,6 +312,7 @@ class GrpcLink(Session):
         return link_pb2.Hello(
             protocol=PROTOCOL,
             peer=self.local.id,
+            secret=self._secret,
             name=self.local.name,
             session=self._session_id,
             attempt=attempt,
@@ -336,6 +347,7 @@ class GrpcLink(Session):
             raise WorkerLost(
                 f"{self.peer} {happened}: what it held for this process is gone", worker=str(self.peer)
             )
+        self._known_workers.check(peer, welcome.proof)
         self.peer = peer
         self.peer_max_message_bytes = welcome.max_message_bytes
         self.limit_bytes_in_flight(welcome.max_bytes_in_flight)

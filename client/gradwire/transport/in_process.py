@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 
 from gradwire.errors import WorkerLost
-from gradwire.transport.base import Handler, LinkSettings, PeerIdentity
+from gradwire.transport.base import Handler, LinkSettings
 from gradwire.transport.carriers import SocketCarrier
+from gradwire.transport.identity import PeerIdentity
 from gradwire.transport.session import Session
 
 __all__ = ["InProcessLink"]

@@ -33,13 +33,13 @@ from gradwire.transport.base import (
     Link,
     LinkSettings,
     Payload,
-    PeerIdentity,
     ResponseFuture,
     Sendable,
     Traffic,
 )
 from gradwire.transport.calls import InboundCall, OutboundCall, payload_of
 from gradwire.transport.carriers import GrpcStream, SocketCarrier
+from gradwire.transport.identity import PeerIdentity
 from gradwire.wire import Limits, Plans
 
 __all__ = ["Budget", "Session"]

@@ -1,7 +1,12 @@
-"""The ids of contexts, messages and passes. Each peer numbers its own, so there is no coordinator."""
+"""The ids of contexts, messages and passes. Each peer numbers its own, so there is no coordinator.
+
+An id is also the right to what it names. Its key cannot be guessed: only a peer that was told of something
+can name it, and to all others it is not found.
+"""
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable
 from typing import Generic, Self, TypeVar
@@ -13,14 +18,16 @@ __all__ = ["AutogradMessageId", "ContextId", "message_ids", "message_protos", "r
 
 Message = TypeVar("Message", autograd_pb2.ContextId, autograd_pb2.AutogradMessageId)
 
-_layout = struct.Struct("<QQ")
+_layout = struct.Struct("<QQQ")
 _pack, _unpack = _layout.pack, _layout.unpack
+_pack_number = struct.Struct("<QQ").pack
+_KEY_BYTES = 8
 _new = bytes.__new__
 """Called directly where ids come from messages, since each message has many ids."""
 
 
 class _Id(bytes, Generic[Message]):
-    """A peer, and a number of that peer, as 16 bytes.
+    """A peer, a number of that peer, and a random key, as 24 bytes.
 
     Ids are looked up far more often than they are taken apart, and other peers choose them. The hash of bytes
     is computed once, with a key that Python draws for each process: peers cannot choose many ids with the
@@ -29,15 +36,20 @@ class _Id(bytes, Generic[Message]):
 
     __slots__ = ()
 
-    def __new__(cls, peer: int, number: int) -> Self:
-        return _new(cls, _pack(peer, number))
+    def __new__(cls, peer: int, number: int, key: int) -> Self:
+        return _new(cls, _pack(peer, number, key))
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[int, int, int]:  # type: ignore[override]
         return _unpack(self)
 
     @classmethod
+    def new(cls, peer: int, number: int) -> Self:
+        """An id with a key of its own."""
+        return _new(cls, _pack_number(peer, number) + os.urandom(_KEY_BYTES))
+
+    @classmethod
     def of(cls, content: bytes) -> Self:
-        """The id of these 16 bytes."""
+        """The id of these 24 bytes."""
         return _new(cls, content)
 
     @property
@@ -50,12 +62,19 @@ class _Id(bytes, Generic[Message]):
         number: int = _unpack(self)[1]
         return number
 
+    @property
+    def key(self) -> int:
+        key: int = _unpack(self)[2]
+        return key
+
     @classmethod
     def parse(cls, message: Message) -> Self:
-        return _new(cls, _pack(message.peer, message.number))
+        return _new(cls, _pack(message.peer, message.number, message.key))
 
     def write(self, message: Message) -> None:
-        message.peer, message.number = _unpack(self)
+        message.peer, message.number, message.key = _unpack(self)
+
+    # Without the key, so that neither logs nor errors hand on the right to use it.
 
     def __str__(self) -> str:
         return f"{self.peer:016x}:{self.number}"
@@ -72,10 +91,10 @@ class ContextId(_Id[autograd_pb2.ContextId]):
 
     @classmethod
     def from_text(cls, text: str) -> ContextId:
-        """The id that `str` writes as this text. Raises ValueError if it is not the text of an id."""
+        """The id that `str` writes as this text, without its key. Raises ValueError if there is none."""
         peer, _, number = text.partition(":")
         try:
-            return cls(int(peer, 16), int(number))
+            return cls(int(peer, 16), int(number), 0)
         except (ValueError, struct.error):
             raise ValueError(f"{text!r} names no context; one looks like 1f0c5a3b9d2e4f60:7") from None
 
@@ -88,7 +107,7 @@ class AutogradMessageId(_Id[autograd_pb2.AutogradMessageId]):
 
 
 def message_ids(messages: Iterable[autograd_pb2.AutogradMessageId]) -> list[AutogradMessageId]:
-    return [_new(AutogradMessageId, _pack(message.peer, message.number)) for message in messages]
+    return [_new(AutogradMessageId, _pack(message.peer, message.number, message.key)) for message in messages]
 
 
 def read_ids(body: bytes, at: int, count: int) -> list[AutogradMessageId]:
@@ -102,4 +121,7 @@ def read_ids(body: bytes, at: int, count: int) -> list[AutogradMessageId]:
 
 
 def message_protos(ids: Iterable[AutogradMessageId]) -> list[autograd_pb2.AutogradMessageId]:
-    return [autograd_pb2.AutogradMessageId(peer=id.peer, number=id.number) for id in ids]
+    return [
+        autograd_pb2.AutogradMessageId(peer=peer, number=number, key=key)
+        for peer, number, key in map(_unpack, ids)
+    ]

@@ -52,7 +52,7 @@ _NOT_IN_USE = nullcontext()
 
 
 class ObjectStore:
-    """The objects of one worker, found by number, by name or by the object itself."""
+    """The objects of one worker, found by handle, by name or by the object itself."""
 
     def __init__(
         self, peer: int, new_number: Callable[[], int], method_names: Callable[[type], Iterable[str]]
@@ -63,7 +63,7 @@ class ObjectStore:
         self._method_names = method_names
         """The names of the methods of a class that clients may call."""
         self._lock = threading.Lock()
-        self._by_number: dict[int, StoredObject] = {}
+        self._by_handle: dict[int, StoredObject] = {}
         self._by_name: dict[str, StoredObject] = {}
         self._by_release_number: dict[int, StoredObject] = {}
         self._by_identity: dict[int, list[StoredObject]] = {}
@@ -133,7 +133,7 @@ class ObjectStore:
             parameter_sets=self.parameters.add(value),
             bytes=tensor_bytes(value),
         )
-        self._by_number[stored.number] = stored
+        self._by_handle[stored.handle] = stored
         if not stored.permanent:
             self.counts.add(stored.owner, 1)
             self.bytes.add(stored.owner, stored.bytes)
@@ -147,13 +147,11 @@ class ObjectStore:
     def resolve(self, ref: value_pb2.RemoteRef) -> StoredObject:
         """The object that a ref names. Raises NotFound."""
         with self._lock:
-            stored = self._by_name.get(ref.name) if ref.name else self._by_number.get(ref.ref)
+            stored = self._by_name.get(ref.name) if ref.name else self._by_handle.get(ref.ref)
             if stored is not None:
                 stored.last_used = time.monotonic()
         if stored is None or (not ref.name and ref.peer.id not in self.peers):
-            described = (
-                f"object named {ref.name!r}" if ref.name else f"{ref.class_name or 'object'} {ref.ref}"
-            )
+            described = f"object named {ref.name!r}" if ref.name else ref.class_name or "object"
             raise NotFound(
                 f"there is no {described} here: it was deleted, its lease ran out, or the worker restarted"
             )
@@ -172,7 +170,7 @@ class ObjectStore:
         stored = issued.stored
         return value_pb2.RemoteRef(
             peer=value_pb2.PeerId(id=peer),
-            ref=stored.number,
+            ref=stored.handle,
             release_number=issued.release_number,
             class_name=type(stored.value).__name__,
             name=stored.name,
@@ -191,7 +189,7 @@ class ObjectStore:
 
     def _all(self) -> list[StoredObject]:
         with self._lock:
-            return list(self._by_number.values())
+            return list(self._by_handle.values())
 
     # -- optimizers
 
@@ -233,7 +231,7 @@ class ObjectStore:
 
     def drop_owner(self, peer: int) -> None:
         """Drops all objects of a client that is gone."""
-        self._drop(lambda: [stored for stored in self._by_number.values() if stored.owner == peer])
+        self._drop(lambda: [stored for stored in self._by_handle.values() if stored.owner == peer])
 
     def keep_lease(self, seconds: float, is_linked: Callable[[int], bool]) -> None:
         """Calls `drop_unused` regularly from now on."""
@@ -246,7 +244,7 @@ class ObjectStore:
         def unused() -> list[StoredObject]:
             return [
                 stored
-                for stored in self._by_number.values()
+                for stored in self._by_handle.values()
                 if stored.owner is not None and not stored.users and stored.last_used < before
             ]
 
@@ -261,7 +259,7 @@ class ObjectStore:
         later."""
         with self._lock:
             dropped_values = []
-            for stored in [found for found in find() if self._by_number.pop(found.number, None) is not None]:
+            for stored in [found for found in find() if self._by_handle.pop(found.handle, None) is not None]:
                 if not stored.permanent:
                     self.counts.add(stored.owner, -1)
                     self.bytes.add(stored.owner, -stored.bytes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from gradwire.errors import GradwireError, ProtocolError, Unavailable, WorkerLost
+from gradwire.errors import GradwireError, PermissionDenied, ProtocolError, Unavailable, WorkerLost
 from gradwire.proto.v1 import link_pb2
 from gradwire.system.timers import Timer, call_later
 from gradwire.transport import (
@@ -23,6 +23,7 @@ from gradwire.transport import (
     Handler,
     Link,
     LinkSettings,
+    OwnIdentity,
     PeerIdentity,
     Session,
     SocketCarrier,
@@ -32,6 +33,7 @@ from gradwire.transport import (
     frames,
     grpc_messages,
     handshake,
+    is_secret_of,
     same_host,
 )
 
@@ -72,7 +74,7 @@ class SessionAcceptor:
 
     def __init__(
         self,
-        identity: PeerIdentity,
+        identity: OwnIdentity,
         handler: Handler,
         settings: LinkSettings,
         on_open: Callable[[Link], None] = lambda _: None,
@@ -133,7 +135,7 @@ class SessionAcceptor:
         finally:
             silence.cancel()
         if accepted is None:
-            yield self._welcome(resumed=False)
+            yield self._welcome(hello, resumed=False)
             return
         stream = accepted.stream
         # gRPC calls back whatever way the stream ends; this generator, which waits for data to write, would
@@ -153,7 +155,7 @@ class SessionAcceptor:
             for kind, listener in listeners.items()
         }
         try:
-            yield self._welcome(resumed=resumed, **offers)
+            yield self._welcome(hello, resumed=resumed, **offers)
             yield from stream
         finally:
             for kind, listener in listeners.items():
@@ -256,7 +258,7 @@ class SessionAcceptor:
         session.peer_codecs = frozenset(hello.codecs)
         return _Accepted(key, session, GrpcStream(session), hello.attempt)
 
-    def _welcome(self, *, resumed: bool, **offers: Any) -> bytes:
+    def _welcome(self, hello: link_pb2.Hello, *, resumed: bool, **offers: Any) -> bytes:
         welcome = link_pb2.Welcome(
             protocol=PROTOCOL,
             peer=self._identity.id,
@@ -266,6 +268,7 @@ class SessionAcceptor:
             max_message_bytes=self._settings.max_message_bytes,
             max_bytes_in_flight=self._settings.max_bytes_in_flight,
             codecs=self._settings.codecs,
+            proof=self._identity.proof_for(hello.secret),
             **offers,
         )
         return frames.envelope(link_pb2.Frame(welcome=welcome))
@@ -327,4 +330,6 @@ def _read_hello(requests: Iterator[bytes]) -> link_pb2.Hello:
         )
     if not hello.peer or not hello.session:
         raise ProtocolError("Hello must name a peer and a session")
+    if not is_secret_of(hello.peer, hello.secret):
+        raise PermissionDenied("Hello names a peer, and does not prove to come from it")
     return hello

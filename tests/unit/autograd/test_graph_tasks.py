@@ -49,10 +49,10 @@ def test_what_is_left_of_a_backward_that_is_over_adds_nothing() -> None:
     """A run may end after its caller has caught the error, cleared the gradients and begun anew."""
     engine = DistEngine(1, lambda peer: None)
     leaf = torch.ones(2, requires_grad=True)
-    context, old, new = ContextId(7, 0), AutogradMessageId(7, 3), AutogradMessageId(7, 4)
+    context, old, new = ContextId(7, 0, 1), AutogradMessageId(7, 3, 1), AutogradMessageId(7, 4, 1)
     call = autograd_pb2.AutogradMetadata(oldest_pass=4)
     context.write(call.context)
-    late, current = (graph_tasks.BackwardRun(engine, id, 7, True, None) for id in (old, new))
+    late, current = (graph_tasks.BackwardRun(engine, id, context, 7, True, None) for id in (old, new))
     engine.accumulate(late, context, leaf, torch.ones(2))
     engine.container.get(context).clear_gradients()
     metadata = AutogradMetadata.parse(call)

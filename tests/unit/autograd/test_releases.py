@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradwire.autograd import AutogradMessageId, DistAutogradContainer, PeerReleases
 from gradwire.autograd.kept_state.graph_segments import SegmentHandle
 
-ID = AutogradMessageId(1, 2)
+ID = AutogradMessageId(1, 2, 3)
 
 
 def test_a_handle_is_known_when_it_is_released_and_released_when_it_is_gone() -> None:
@@ -26,7 +26,7 @@ def test_a_handle_is_known_when_it_is_released_and_released_when_it_is_gone() ->
 def test_handles_are_forgotten_with_the_link_that_they_were_offered_over() -> None:
     container = DistAutogradContainer()
     releases = PeerReleases(container.handles)
-    handle, other = SegmentHandle(ID), SegmentHandle(AutogradMessageId(1, 3))
+    handle, other = SegmentHandle(ID), SegmentHandle(AutogradMessageId(1, 3, 4))
     releases.offer(handle)
     releases.offer(other)
     del other  # nobody is told any more

@@ -20,7 +20,8 @@ from gradwire.errors import MalformedMessage
 from gradwire.wire import LARGEST_SMALL
 from gradwire.wire.ids import AutogradMessageId, ContextId
 
-MESSAGE, PASS, CONTEXT = AutogradMessageId(1, 2), AutogradMessageId(3, 4), ContextId(5, 6)
+MESSAGE, PASS = AutogradMessageId(1, 2, 3), AutogradMessageId(4, 5, 6)
+CONTEXT = ContextId(7, 8, 9)
 LARGE = LARGEST_SMALL // 4 + 1
 
 

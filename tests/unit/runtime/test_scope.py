@@ -9,7 +9,7 @@ from gradwire.runtime.compression import Compression
 from gradwire.runtime.scope import Scope
 from gradwire.wire.ids import ContextId
 
-OF_THE_REQUEST: dict[str, Any] = {"context": ContextId(1, 2), "detect_anomaly": True}
+OF_THE_REQUEST: dict[str, Any] = {"context": ContextId(1, 2, 3), "detect_anomaly": True}
 TAKEN_OVER: dict[str, Any] = {
     "peer": object(),
     "server_call": object(),

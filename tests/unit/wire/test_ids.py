@@ -20,15 +20,19 @@ def test_none_are_in_each_others_way_however_they_were_chosen(
 ) -> None:
     chosen = [same_tuple_hash(index) for index in range(COUNT)]
     assert len(set(map(hash, chosen))) == 1
-    ids = [kind(*pair) for pair in chosen]
+    ids = [kind(*pair, 0) for pair in chosen]
     assert len(set(map(hash, ids))) == COUNT
     check_dict_keys(ids)
     check_set_items(ids)
 
 
 def test_equal_ones_have_equal_hashes() -> None:
-    id = AutogradMessageId(2**64 - 1, 2**64 - 1)
-    for other in (AutogradMessageId(id.peer, id.number), copy.copy(id), pickle.loads(pickle.dumps(id))):
+    id = AutogradMessageId(2**64 - 1, 2**64 - 1, 2**64 - 1)
+    for other in (
+        AutogradMessageId(id.peer, id.number, id.key),
+        copy.copy(id),
+        pickle.loads(pickle.dumps(id)),
+    ):
         assert other == id
         assert hash(other) == hash(id)
 
@@ -40,5 +44,5 @@ def test_text_that_names_none_is_refused(text: str) -> None:
 
 
 def test_text_names_the_one_that_writes_it() -> None:
-    id = ContextId(2**64 - 1, 7)
+    id = ContextId(2**64 - 1, 7, 0)
     assert ContextId.from_text(str(id)) == id

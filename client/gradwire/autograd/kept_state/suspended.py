@@ -108,7 +108,7 @@ class SuspendedBackward:
             request = self._requests.get(timeout=_LIVENESS_SECONDS)
         except Empty:
             link = self._first_call.link
-            if link is None or link.ended is not None or self._run.engine.passes.is_over(self._run.pass_id):
+            if link is None or link.ended is not None or self._run.is_over():
                 self.give_up("its requester is gone, or the backward that it is part of is over")
             return
         if isinstance(request, Cancelled):

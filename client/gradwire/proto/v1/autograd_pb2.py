@@ -26,7 +26,7 @@ from gradwire.proto.v1 import tensor_pb2 as gradwire_dot_proto_dot_v1_dot_tensor
 from gradwire.proto.v1 import value_pb2 as gradwire_dot_proto_dot_v1_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gradwire/proto/v1/autograd.proto\x12\x0bgradwire.v1\x1a\x1egradwire/proto/v1/tensor.proto\x1a\x1dgradwire/proto/v1/value.proto\")\n\tContextId\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\"1\n\x11\x41utogradMessageId\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\xac\x02\n\x10\x41utogradMetadata\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12/\n\x07message\x18\x02 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x32\n\ndepends_on\x18\x03 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x13\n\x0boldest_pass\x18\x04 \x01(\x04\x12\x31\n\tbuilds_on\x18\x06 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x36\n\x0esegment_handle\x18\x08 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageIdJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08\"?\n\x08\x41utocast\x12\x13\n\x0b\x64\x65vice_type\x18\x01 \x01(\t\x12\x0f\n\x07\x65nabled\x18\x02 \x01(\x08\x12\r\n\x05\x64type\x18\x03 \x01(\t\"l\n\x05Modes\x12\x0f\n\x07no_grad\x18\x01 \x01(\x08\x12\x11\n\tinference\x18\x02 \x01(\x08\x12\'\n\x08\x61utocast\x18\x03 \x03(\x0b\x32\x15.gradwire.v1.Autocast\x12\x16\n\x0e\x64\x65tect_anomaly\x18\x04 \x01(\x08\")\n\x04Keep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x61llow_stale\x18\x02 \x01(\x08\"~\n\x0b\x43ompression\x12#\n\x07\x66orward\x18\x01 \x01(\x0e\x32\x12.gradwire.v1.Codec\x12$\n\x08\x62\x61\x63kward\x18\x02 \x01(\x0e\x32\x12.gradwire.v1.Codec\x12\x16\n\x0e\x65rror_feedback\x18\x03 \x01(\x08\x12\x0c\n\x04site\x18\x04 \x01(\x06\"\xb5\x04\n\x1a\x46orwardWithAutogradRequest\x12\x10\n\x08\x66unction\x18\x01 \x01(\t\x12 \n\x04\x61rgs\x18\x02 \x03(\x0b\x32\x12.gradwire.v1.Value\x12\x43\n\x06kwargs\x18\x03 \x03(\x0b\x32\x33.gradwire.v1.ForwardWithAutogradRequest.KwargsEntry\x12)\n\x07tensors\x18\x04 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12/\n\x08\x61utograd\x18\x05 \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12!\n\x05modes\x18\x06 \x01(\x0b\x32\x12.gradwire.v1.Modes\x12&\n\x06target\x18\x07 \x01(\x0b\x32\x16.gradwire.v1.RemoteRef\x12\x30\n\x08released\x18\x08 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x0f\n\x07\x64\x65vices\x18\t \x03(\t\x12\x1f\n\x04keep\x18\n \x01(\x0b\x32\x11.gradwire.v1.Keep\x12-\n\x0b\x63ompression\x18\x0f \x01(\x0b\x32\x18.gradwire.v1.Compression\x12\x0c\n\x04plan\x18\x10 \x01(\r\x12\x13\n\x0bkwarg_names\x18\x11 \x03(\t\x1a\x41\n\x0bKwargsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Value:\x02\x38\x01\"\xfc\x01\n\x1b\x46orwardWithAutogradResponse\x12\"\n\x06result\x18\x01 \x01(\x0b\x32\x12.gradwire.v1.Value\x12)\n\x07tensors\x18\x02 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12/\n\x08\x61utograd\x18\x03 \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12\x30\n\x08released\x18\x04 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x14\n\x0cplan_is_kept\x18\x05 \x01(\x08\x12\x15\n\rresult_number\x18\x06 \x01(\r\"\\\n\tGradients\x12/\n\x07message\x18\x01 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x0f\n\x07tensors\x18\x03 \x03(\r\"\x9c\x05\n\x19PropagateGradientsRequest\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12,\n\x04pass\x18\x02 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12)\n\tgradients\x18\x03 \x01(\x0b\x32\x16.gradwire.v1.Gradients\x12)\n\x07tensors\x18\x04 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12\x14\n\x0cretain_graph\x18\x05 \x01(\x08\x12\x14\n\x0c\x63reate_graph\x18\x06 \x01(\x08\x12,\n\x0c\x63ollect_into\x18\x07 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12\x13\n\x0bskip_leaves\x18\x08 \x01(\x08\x12/\n\x08\x61utograd\x18\t \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12\x30\n\x08released\x18\n \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x16\n\x0e\x64\x65tect_anomaly\x18\x0b \x01(\x08\x12.\n\x0emore_gradients\x18\x0c \x03(\x0b\x32\x16.gradwire.v1.Gradients\x12:\n\x12suspended_backward\x18\r \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x39\n\x11gradients_to_come\x18\x0e \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12-\n\x0b\x63ompression\x18\x0f \x01(\x0b\x32\x18.gradwire.v1.Compression\x12\x12\n\npass_ended\x18\x10 \x01(\x08\"\x83\x02\n\x1aPropagateGradientsResponse\x12-\n\rcontributions\x18\x01 \x03(\x0b\x32\x16.gradwire.v1.Gradients\x12)\n\x07tensors\x18\x02 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12/\n\x08\x61utograd\x18\x03 \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12\x30\n\x08released\x18\x04 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x14\n\x0cis_suspended\x18\x05 \x01(\x08\x12\x12\n\nawaits_end\x18\x06 \x01(\x08\"\x8f\x01\n\x15\x43leanupContextRequest\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12\x30\n\x08messages\x18\x02 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x15\n\rowner_is_gone\x18\x03 \x01(\x08J\x04\x08\x04\x10\x05\"\'\n\x16\x43leanupContextResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gradwire/proto/v1/autograd.proto\x12\x0bgradwire.v1\x1a\x1egradwire/proto/v1/tensor.proto\x1a\x1dgradwire/proto/v1/value.proto\"6\n\tContextId\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0b\n\x03key\x18\x03 \x01(\x06\">\n\x11\x41utogradMessageId\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0b\n\x03key\x18\x03 \x01(\x06\"\xac\x02\n\x10\x41utogradMetadata\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12/\n\x07message\x18\x02 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x32\n\ndepends_on\x18\x03 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x13\n\x0boldest_pass\x18\x04 \x01(\x04\x12\x31\n\tbuilds_on\x18\x06 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x36\n\x0esegment_handle\x18\x08 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageIdJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08\"?\n\x08\x41utocast\x12\x13\n\x0b\x64\x65vice_type\x18\x01 \x01(\t\x12\x0f\n\x07\x65nabled\x18\x02 \x01(\x08\x12\r\n\x05\x64type\x18\x03 \x01(\t\"l\n\x05Modes\x12\x0f\n\x07no_grad\x18\x01 \x01(\x08\x12\x11\n\tinference\x18\x02 \x01(\x08\x12\'\n\x08\x61utocast\x18\x03 \x03(\x0b\x32\x15.gradwire.v1.Autocast\x12\x16\n\x0e\x64\x65tect_anomaly\x18\x04 \x01(\x08\")\n\x04Keep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x61llow_stale\x18\x02 \x01(\x08\"~\n\x0b\x43ompression\x12#\n\x07\x66orward\x18\x01 \x01(\x0e\x32\x12.gradwire.v1.Codec\x12$\n\x08\x62\x61\x63kward\x18\x02 \x01(\x0e\x32\x12.gradwire.v1.Codec\x12\x16\n\x0e\x65rror_feedback\x18\x03 \x01(\x08\x12\x0c\n\x04site\x18\x04 \x01(\x06\"\xb5\x04\n\x1a\x46orwardWithAutogradRequest\x12\x10\n\x08\x66unction\x18\x01 \x01(\t\x12 \n\x04\x61rgs\x18\x02 \x03(\x0b\x32\x12.gradwire.v1.Value\x12\x43\n\x06kwargs\x18\x03 \x03(\x0b\x32\x33.gradwire.v1.ForwardWithAutogradRequest.KwargsEntry\x12)\n\x07tensors\x18\x04 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12/\n\x08\x61utograd\x18\x05 \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12!\n\x05modes\x18\x06 \x01(\x0b\x32\x12.gradwire.v1.Modes\x12&\n\x06target\x18\x07 \x01(\x0b\x32\x16.gradwire.v1.RemoteRef\x12\x30\n\x08released\x18\x08 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x0f\n\x07\x64\x65vices\x18\t \x03(\t\x12\x1f\n\x04keep\x18\n \x01(\x0b\x32\x11.gradwire.v1.Keep\x12-\n\x0b\x63ompression\x18\x0f \x01(\x0b\x32\x18.gradwire.v1.Compression\x12\x0c\n\x04plan\x18\x10 \x01(\r\x12\x13\n\x0bkwarg_names\x18\x11 \x03(\t\x1a\x41\n\x0bKwargsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Value:\x02\x38\x01\"\xfc\x01\n\x1b\x46orwardWithAutogradResponse\x12\"\n\x06result\x18\x01 \x01(\x0b\x32\x12.gradwire.v1.Value\x12)\n\x07tensors\x18\x02 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12/\n\x08\x61utograd\x18\x03 \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12\x30\n\x08released\x18\x04 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x14\n\x0cplan_is_kept\x18\x05 \x01(\x08\x12\x15\n\rresult_number\x18\x06 \x01(\r\"\\\n\tGradients\x12/\n\x07message\x18\x01 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x0f\n\x07tensors\x18\x03 \x03(\r\"\x9c\x05\n\x19PropagateGradientsRequest\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12,\n\x04pass\x18\x02 \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12)\n\tgradients\x18\x03 \x01(\x0b\x32\x16.gradwire.v1.Gradients\x12)\n\x07tensors\x18\x04 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12\x14\n\x0cretain_graph\x18\x05 \x01(\x08\x12\x14\n\x0c\x63reate_graph\x18\x06 \x01(\x08\x12,\n\x0c\x63ollect_into\x18\x07 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12\x13\n\x0bskip_leaves\x18\x08 \x01(\x08\x12/\n\x08\x61utograd\x18\t \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12\x30\n\x08released\x18\n \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x16\n\x0e\x64\x65tect_anomaly\x18\x0b \x01(\x08\x12.\n\x0emore_gradients\x18\x0c \x03(\x0b\x32\x16.gradwire.v1.Gradients\x12:\n\x12suspended_backward\x18\r \x01(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x39\n\x11gradients_to_come\x18\x0e \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12-\n\x0b\x63ompression\x18\x0f \x01(\x0b\x32\x18.gradwire.v1.Compression\x12\x12\n\npass_ended\x18\x10 \x01(\x08\"\x83\x02\n\x1aPropagateGradientsResponse\x12-\n\rcontributions\x18\x01 \x03(\x0b\x32\x16.gradwire.v1.Gradients\x12)\n\x07tensors\x18\x02 \x01(\x0b\x32\x18.gradwire.v1.TensorTable\x12/\n\x08\x61utograd\x18\x03 \x01(\x0b\x32\x1d.gradwire.v1.AutogradMetadata\x12\x30\n\x08released\x18\x04 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x14\n\x0cis_suspended\x18\x05 \x01(\x08\x12\x12\n\nawaits_end\x18\x06 \x01(\x08\"\x8f\x01\n\x15\x43leanupContextRequest\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.gradwire.v1.ContextId\x12\x30\n\x08messages\x18\x02 \x03(\x0b\x32\x1e.gradwire.v1.AutogradMessageId\x12\x15\n\rowner_is_gone\x18\x03 \x01(\x08J\x04\x08\x04\x10\x05\"\'\n\x16\x43leanupContextResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDWITHAUTOGRADREQUEST_KWARGSENTRY']._loaded_options = None
   _globals['_FORWARDWITHAUTOGRADREQUEST_KWARGSENTRY']._serialized_options = b'8\001'
   _globals['_CONTEXTID']._serialized_start=112
-  _globals['_CONTEXTID']._serialized_end=153
-  _globals['_AUTOGRADMESSAGEID']._serialized_start=155
-  _globals['_AUTOGRADMESSAGEID']._serialized_end=204
-  _globals['_AUTOGRADMETADATA']._serialized_start=207
-  _globals['_AUTOGRADMETADATA']._serialized_end=507
-  _globals['_AUTOCAST']._serialized_start=509
-  _globals['_AUTOCAST']._serialized_end=572
-  _globals['_MODES']._serialized_start=574
-  _globals['_MODES']._serialized_end=682
-  _globals['_KEEP']._serialized_start=684
-  _globals['_KEEP']._serialized_end=725
-  _globals['_COMPRESSION']._serialized_start=727
-  _globals['_COMPRESSION']._serialized_end=853
-  _globals['_FORWARDWITHAUTOGRADREQUEST']._serialized_start=856
-  _globals['_FORWARDWITHAUTOGRADREQUEST']._serialized_end=1421
-  _globals['_FORWARDWITHAUTOGRADREQUEST_KWARGSENTRY']._serialized_start=1356
-  _globals['_FORWARDWITHAUTOGRADREQUEST_KWARGSENTRY']._serialized_end=1421
-  _globals['_FORWARDWITHAUTOGRADRESPONSE']._serialized_start=1424
-  _globals['_FORWARDWITHAUTOGRADRESPONSE']._serialized_end=1676
-  _globals['_GRADIENTS']._serialized_start=1678
-  _globals['_GRADIENTS']._serialized_end=1770
-  _globals['_PROPAGATEGRADIENTSREQUEST']._serialized_start=1773
-  _globals['_PROPAGATEGRADIENTSREQUEST']._serialized_end=2441
-  _globals['_PROPAGATEGRADIENTSRESPONSE']._serialized_start=2444
-  _globals['_PROPAGATEGRADIENTSRESPONSE']._serialized_end=2703
-  _globals['_CLEANUPCONTEXTREQUEST']._serialized_start=2706
-  _globals['_CLEANUPCONTEXTREQUEST']._serialized_end=2849
-  _globals['_CLEANUPCONTEXTRESPONSE']._serialized_start=2851
-  _globals['_CLEANUPCONTEXTRESPONSE']._serialized_end=2890
+  _globals['_CONTEXTID']._serialized_end=166
+  _globals['_AUTOGRADMESSAGEID']._serialized_start=168
+  _globals['_AUTOGRADMESSAGEID']._serialized_end=230
+  _globals['_AUTOGRADMETADATA']._serialized_start=233
+  _globals['_AUTOGRADMETADATA']._serialized_end=533
+  _globals['_AUTOCAST']._serialized_start=535
+  _globals['_AUTOCAST']._serialized_end=598
+  _globals['_MODES']._serialized_start=600
+  _globals['_MODES']._serialized_end=708
+  _globals['_KEEP']._serialized_start=710
+  _globals['_KEEP']._serialized_end=751
+  _globals['_COMPRESSION']._serialized_start=753
+  _globals['_COMPRESSION']._serialized_end=879
+  _globals['_FORWARDWITHAUTOGRADREQUEST']._serialized_start=882
+  _globals['_FORWARDWITHAUTOGRADREQUEST']._serialized_end=1447
+  _globals['_FORWARDWITHAUTOGRADREQUEST_KWARGSENTRY']._serialized_start=1382
+  _globals['_FORWARDWITHAUTOGRADREQUEST_KWARGSENTRY']._serialized_end=1447
+  _globals['_FORWARDWITHAUTOGRADRESPONSE']._serialized_start=1450
+  _globals['_FORWARDWITHAUTOGRADRESPONSE']._serialized_end=1702
+  _globals['_GRADIENTS']._serialized_start=1704
+  _globals['_GRADIENTS']._serialized_end=1796
+  _globals['_PROPAGATEGRADIENTSREQUEST']._serialized_start=1799
+  _globals['_PROPAGATEGRADIENTSREQUEST']._serialized_end=2467
+  _globals['_PROPAGATEGRADIENTSRESPONSE']._serialized_start=2470
+  _globals['_PROPAGATEGRADIENTSRESPONSE']._serialized_end=2729
+  _globals['_CLEANUPCONTEXTREQUEST']._serialized_start=2732
+  _globals['_CLEANUPCONTEXTREQUEST']._serialized_end=2875
+  _globals['_CLEANUPCONTEXTRESPONSE']._serialized_start=2877
+  _globals['_CLEANUPCONTEXTRESPONSE']._serialized_end=2916
 # @@protoc_insertion_point(module_scope)

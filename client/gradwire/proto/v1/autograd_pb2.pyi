@@ -9,20 +9,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ContextId(_message.Message):
-    __slots__ = ("peer", "number")
+    __slots__ = ("peer", "number", "key")
     PEER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     peer: int
     number: int
-    def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    key: int
+    def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ..., key: _Optional[int] = ...) -> None: ...
 
 class AutogradMessageId(_message.Message):
-    __slots__ = ("peer", "number")
+    __slots__ = ("peer", "number", "key")
     PEER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     peer: int
     number: int
-    def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    key: int
+    def __init__(self, peer: _Optional[int] = ..., number: _Optional[int] = ..., key: _Optional[int] = ...) -> None: ...
 
 class AutogradMetadata(_message.Message):
     __slots__ = ("context", "message", "depends_on", "oldest_pass", "builds_on", "segment_handle")

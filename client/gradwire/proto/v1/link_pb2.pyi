@@ -60,7 +60,7 @@ class Frame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., response: _Optional[_Union[Response, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "peer", "name", "session", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "direct", "codecs")
+    __slots__ = ("protocol", "peer", "name", "session", "attempt", "resume", "max_message_bytes", "max_bytes_in_flight", "same_host", "direct", "secret", "codecs")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class Hello(_message.Message):
     MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     peer: int
@@ -82,11 +83,12 @@ class Hello(_message.Message):
     max_bytes_in_flight: int
     same_host: bool
     direct: bool
+    secret: bytes
     codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
-    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: bool = ..., direct: bool = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: bool = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: bool = ..., direct: bool = ..., secret: _Optional[bytes] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "peer", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight", "same_host", "direct", "codecs")
+    __slots__ = ("protocol", "peer", "name", "resumed", "lease_seconds", "max_message_bytes", "max_bytes_in_flight", "same_host", "direct", "proof", "codecs")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +98,7 @@ class Welcome(_message.Message):
     MAX_BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     peer: int
@@ -106,8 +109,9 @@ class Welcome(_message.Message):
     max_bytes_in_flight: int
     same_host: SameHost
     direct: Direct
+    proof: bytes
     codecs: _containers.RepeatedScalarFieldContainer[_tensor_pb2.Codec]
-    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: _Optional[_Union[SameHost, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[str] = ..., resumed: bool = ..., lease_seconds: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_bytes_in_flight: _Optional[int] = ..., same_host: _Optional[_Union[SameHost, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., proof: _Optional[bytes] = ..., codecs: _Optional[_Iterable[_Union[_tensor_pb2.Codec, str]]] = ...) -> None: ...
 
 class SameHost(_message.Message):
     __slots__ = ("socket", "token", "seen_address")
