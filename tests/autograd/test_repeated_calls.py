@@ -187,3 +187,42 @@ def test_repeated_calls_are_as_in_one_process(monkeypatch: pytest.MonkeyPatch, f
                     for tensor, right in zip(one, other, strict=True):
                         assert_close(tensor, right, f"{what}, seed {seed}")
     assert min(went_short.values()) > 50, went_short
+
+
+def test_backwards_of_contexts_go_in_short_through_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[bool] = []
+    short_request = propagating.short_request
+
+    def remember(*args: Any, collect: bool, **kwargs: Any) -> Any:
+        collected.append(collect)
+        return short_request(*args, collect=collect, **kwargs)
+
+    monkeypatch.setattr(propagating, "short_request", remember)
+    weights = [torch.arange(1.0, 4.0, requires_grad=True), torch.arange(2.0, 5.0, requires_grad=True)]
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return (x * weights[1]).sin()
+
+    def gradients_of(index: int) -> torch.Tensor | None:
+        return gw.current_context().gradients().get(weights[index])
+
+    with gws.Worker(last, gradients_of) as end:
+
+        def first(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = gw.connect(end.address).last(x * weights[0])
+            return result + x
+
+        with gws.Worker(first, gradients_of) as begin, gw.connect(begin.address) as worker:
+            for turn in range(5):
+                x = torch.tensor([1.0, turn, -2.0], requires_grad=True)
+                twin = x.detach().clone().requires_grad_()
+                copies = [weight.detach().clone().requires_grad_() for weight in weights]
+                (torch.sin(twin * copies[0] * copies[1]) + twin).sum().backward()
+                with gw.context() as context:
+                    context.backward(worker.first(x).sum())
+                    found = [context.gradients()[x], worker.gradients_of(0)]
+                    found += [gw.connect(end.address).gradients_of(1)]
+                for one, other in zip(found, (twin, *copies), strict=True):
+                    assert_close(one, other.grad, f"turn {turn}")
+                assert x.grad is None
+    assert collected == [True] * 8  # all but the first of each link, which does not know of plans yet

@@ -1000,7 +1000,7 @@ SHORT_GRADIENTS: dict[str, tuple[Callable[[bytes], bytes], list[bytes]]] = {
     "half a head": (lambda message: short_gradients(message)[:40], []),
     "half its metadata": (lambda message: short_gradients(message)[:60], []),
     "no such message": (lambda _: short_gradients(b"\x09" * 24), []),
-    "an unknown flag": (lambda message: short_gradients(message, flags=1 | 4), []),
+    "an unknown flag": (lambda message: short_gradients(message, flags=1 | 8), []),
     "all flags": (lambda message: short_gradients(message, flags=255), []),
     "an unknown flag of its metadata": (
         lambda message: short_gradients(message, autograd=said(flags=4)),

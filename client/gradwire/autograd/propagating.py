@@ -173,6 +173,7 @@ def send_gradients(
                 released,
                 retain_graph=retain_graph,
                 skip_leaves=not task.collect_leaves,
+                collect=task.run is not None and task.run.collect_into is not None,
             )
         scope.cancel_with_caller(future)
         propagation = Propagation(future, deliver, link.read_for, what, to_send.suspended)
@@ -203,7 +204,7 @@ def _in_short(
         or task.create_graph
         or to_send.suspended is not None
         or to.compression is not None
-        or (run is not None and run.collect_into is not None)
+        or (run is not None and run.collect_into not in (None, to.context))
         or anomaly_is_wanted(scope)
     ):
         return None

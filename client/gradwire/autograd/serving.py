@@ -122,7 +122,7 @@ def _serve_short(engine: DistEngine, server_call: ServerCall, link: Link, scope:
         request.context,
         link.peer.id,
         collect_leaves=not request.skip_leaves,
-        collect_into=None,
+        collect_into=request.collect_into,
     )
     context = request.context
     scope = scope.for_request(context, detect_anomaly=False)

@@ -27,8 +27,8 @@ _REQUEST = Struct("<BB24s24s")
 _MOST_MESSAGES = 1024
 _MOST_ATTACHMENTS = 1024
 """Beyond these numbers, gradients are better in full."""
-_RETAIN_GRAPH, _SKIP_LEAVES = 1, 2
-_UNKNOWN_FLAGS = ~(_RETAIN_GRAPH | _SKIP_LEAVES)
+_RETAIN_GRAPH, _SKIP_LEAVES, _COLLECT = 1, 2, 4
+_UNKNOWN_FLAGS = ~(_RETAIN_GRAPH | _SKIP_LEAVES | _COLLECT)
 
 
 class GradientsWriter:
@@ -149,10 +149,12 @@ def short_request(
     *,
     retain_graph: bool,
     skip_leaves: bool,
+    collect: bool,
 ) -> tuple[bytes, list[wire.Attachment]]:
-    """A PropagateGradientsRequest for the tensors of one message, which says nothing else."""
+    """A PropagateGradientsRequest for the tensors of one message, which says nothing else. `collect`: its
+    `collect_into` is the context, else it has none."""
     content, attachments = gradients.of_one()
-    flags = (retain_graph and _RETAIN_GRAPH) | (skip_leaves and _SKIP_LEAVES)
+    flags = (retain_graph and _RETAIN_GRAPH) | (skip_leaves and _SKIP_LEAVES) | (collect and _COLLECT)
     head = _REQUEST.pack(wire.MARK, flags, pass_id, gradients.messages[0])
     return b"".join((head, AutogradMetadata(context).in_short(released), content)), attachments
 
@@ -173,6 +175,7 @@ class ShortRequest:
         self.skip_leaves = bool(flags & _SKIP_LEAVES)
         metadata, self.released, at = AutogradMetadata.from_short(body, _REQUEST.size)
         self.context = metadata.context
+        self.collect_into = metadata.context if flags & _COLLECT else None
         self._reader = GradientsReader(body, at)
 
     def gradients(

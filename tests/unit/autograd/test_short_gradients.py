@@ -39,7 +39,13 @@ def request_with(
     gradients: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
 ) -> tuple[bytes, list[Any]]:
     body, attachments = short_request(
-        PASS, CONTEXT, taken(gradients, tensors), [MESSAGE], retain_graph=True, skip_leaves=False
+        PASS,
+        CONTEXT,
+        taken(gradients, tensors),
+        [MESSAGE],
+        retain_graph=True,
+        skip_leaves=False,
+        collect=False,
     )
     return body, [numpy.array(attachment.view) for attachment in attachments]
 
@@ -153,3 +159,10 @@ def test_metadata_that_was_changed_is_read_or_refused(changes: Changes) -> None:
         AutogradMetadata.from_short(body, 0)
     except MalformedMessage:
         pass
+
+
+@pytest.mark.parametrize("collect", [True, False])
+def test_a_request_says_whether_gradients_are_collected_in_the_context(collect: bool) -> None:
+    short = taken([torch.ones(3)], [torch.ones(3)])
+    body, _ = short_request(PASS, CONTEXT, short, [], retain_graph=False, skip_leaves=False, collect=collect)
+    assert ShortRequest(body).collect_into == (CONTEXT if collect else None)
