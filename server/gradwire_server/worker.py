@@ -82,6 +82,9 @@ class Worker:
     `direct_bind` (``"host:port"``), else at any port of the first host that `bind` names. ``same_host=False``
     and ``direct=False`` leave these ways.
 
+    A ref to an object of another worker, passed as an argument, leads this worker there only if its own code
+    has connected to that address, or if a pattern in `follow` fits it, such as ``"10.0.0.*:50051"``.
+
     With `tls_cert` and `tls_key` (PEM files) TCP addresses take TLS connections only, and with
     `tls_client_ca` only those of clients that have a certificate which one of these CAs has signed. Files
     that change are reloaded. No direct sockets are offered then. Calls to other workers in served functions
@@ -123,6 +126,7 @@ class Worker:
         direct: bool = True,
         direct_bind: str | None = None,
         max_shared_bytes: int = LinkSettings.max_shared_bytes,
+        follow: Sequence[str] = (),
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_client_ca: str | os.PathLike[str] | None = None,
@@ -150,6 +154,7 @@ class Worker:
             max_shared_bytes=max_shared_bytes,
         )
         self._peer = LocalPeer(name)
+        self._peer.followed = tuple(follow)
         if self._certificates is not None or tls_ca is not None:
             self._peer.tls = Tls(tls_ca or tls_client_ca, tls_cert, tls_key)
             check_certificates(self._peer.tls.files)

@@ -183,3 +183,37 @@ def test_neither_logs_nor_errors_hand_on_the_key_of_an_id(owner: Any) -> None:
         shown = f"{context} {context._id!r}"
         assert str(context._id.key) not in shown
         assert f"{context._id.key:x}" not in shown
+
+
+def add_to(counter: Any, number: int) -> int:
+    return int(counter.add(number))
+
+
+def connect(address: str) -> None:
+    gw.connect(address)
+
+
+@pytest.mark.parametrize("follow", [["*"], ["127.0.0.1:*"], ["localhost:1", "{address}"]], ids=str)
+def test_a_ref_leads_a_worker_where_it_may_go(worker: gws.Worker, owner: Any, follow: list[str]) -> None:
+    allowed = [pattern.format(address=worker.address) for pattern in follow]
+    counter = owner.create("Counter")
+    with gws.Worker(add_to, follow=allowed) as other, gw.connect(other.address) as handle:
+        assert handle.add_to(counter, 5) == 5
+
+
+@pytest.mark.parametrize("follow", [[], ["10.0.0.*:50051"], ["127.0.0.1"], ["*:1"], ["127.0.0.?:*"]], ids=str)
+def test_a_ref_leads_a_worker_nowhere_else(worker: gws.Worker, owner: Any, follow: list[str]) -> None:
+    counter = owner.create("Counter")
+    with gws.Worker(add_to, follow=follow) as other, gw.connect(other.address) as handle:
+        before = len(worker._acceptor.sessions)
+        with pytest.raises(gw.PermissionDenied, match=f"does not connect to {worker.address}.*--follow"):
+            handle.add_to(counter, 5)
+        assert len(worker._acceptor.sessions) == before
+    assert counter.add(0) == 0
+
+
+def test_a_ref_leads_a_worker_where_its_own_code_goes(worker: gws.Worker, owner: Any) -> None:
+    counter = owner.create("Counter")
+    with gws.Worker(add_to, connect) as other, gw.connect(other.address) as handle:
+        handle.call("connect", worker.address)
+        assert handle.add_to(counter, 5) == 5

@@ -336,6 +336,7 @@ def worker_of(message: value_pb2.RemoteRef, peer: LocalPeer) -> RemoteWorker:
         return _CallerHandle(link)
     if not message.address:
         raise NotFound(f"the worker that holds {message.class_name} has no address that is known here")
+    peer.check_may_follow(message.address)
     settings = LinkSettings(tls=peer.tls_for(message.address))
     return RemoteWorker(peer.shared_link_to(message.address, settings), message.address)
 

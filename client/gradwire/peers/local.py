@@ -7,10 +7,11 @@ A plain program has one peer, made when it is first needed; each `gradwire_serve
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -53,6 +54,9 @@ class LocalPeer:
         self.tls: Tls | None = None
         """How code of this peer connects to others if it does not say so itself. None: as the environment
         says."""
+        self.followed: Sequence[str] | None = None
+        """Patterns of the addresses that refs from other peers may lead this peer to, besides those that its
+        own code has connected to. None: all."""
         # The pool has no maximum size: a thread that waits for another call must not keep that call from
         # running.
         self.pool = DaemonThreads("gradwire")
@@ -205,6 +209,20 @@ class LocalPeer:
                 self._shared_links[key] = SharedLink(self.engine, target, connect, settings.lost_after)
             return self._shared_links[key]
 
+    def check_may_follow(self, address: str) -> None:
+        """Raises PermissionDenied if refs from other peers may not lead this peer to an address."""
+        if self.followed is None or any(_fits(address, pattern) for pattern in self.followed):
+            return
+        with self._lock:
+            if any(target == address for target, _ in self._shared_links):
+                return
+        name = self.identity.name
+        raise errors.PermissionDenied(
+            f"{name} does not connect to {address}, where a ref leads that it was given; start it with "
+            f"--follow {address} (Worker(follow=...)) to let it",
+            worker=name,
+        )
+
     def _connect(self, target: str, settings: LinkSettings, reconnect: Reconnect | None) -> Link:
         if self._closed:
             raise errors.LinkClosed(f"{self.identity.name} has been shut down")
@@ -231,3 +249,9 @@ class LocalPeer:
             shared_link.close(leaving=True)
         self.engine.close()
         self.pool.shutdown(wait=False)
+
+
+def _fits(address: str, pattern: str) -> bool:
+    """Whether an address is of the form of a pattern, in which ``*`` stands for any text. (Not `fnmatch`: the
+    brackets of an IPv6 address mean something else to it.)"""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), address, re.DOTALL) is not None

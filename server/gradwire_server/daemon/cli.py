@@ -279,6 +279,16 @@ def serve(
             "max-shared-bytes", "How much shared memory to set up for clients on this host.", 4 << 30
         ),
     ] = 4 << 30,
+    follow: Annotated[
+        list[str],
+        option(
+            "follow",
+            "Addresses of workers that refs from clients may lead to, with * for any part; repeatable. "
+            "Others than these, and those that the served code connects to, are refused.",
+            config.address_pattern,
+            "ADDRESS",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
     tls_cert: Annotated[
         str | None,
         option(
@@ -420,6 +430,7 @@ def serve(
             same_host=same_host,
             direct=direct,
             direct_bind=direct_bind,
+            follow=follow,
             max_shared_bytes=max_shared_bytes,
             tls_cert=tls_cert,
             tls_key=tls_key,

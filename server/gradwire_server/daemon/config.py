@@ -114,6 +114,14 @@ def bind_address(value: object) -> str:
     return address
 
 
+def address_pattern(value: object) -> str:
+    """An address with * for any part of it."""
+    pattern = _text(value)
+    if ":" not in pattern:
+        raise ValueError(f"{pattern!r} is not of the form HOST:PORT or unix:PATH, such as 10.0.0.*:50051")
+    return pattern
+
+
 def positive_integer(value: object) -> int:
     """A whole number from 1 on."""
     # bool is an int to Python, but `threads = true` in a file is a mistake.
@@ -232,6 +240,7 @@ SETTINGS: Mapping[str, Callable[[object], object]] = {
     "same-host": _switch,
     "direct": _switch,
     "direct-bind": _text,
+    "follow": _one_or_more(address_pattern),
     "max-shared-bytes": byte_size,
     "tls-cert": file_path,
     "tls-key": file_path,

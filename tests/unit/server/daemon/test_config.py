@@ -90,6 +90,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         same-host = false
         direct = false
         direct-bind = "0.0.0.0:50052"
+        follow = ["10.0.0.*:50051", "unix:/run/*"]
         tune-malloc = false
         max-shared-bytes = "1GiB"
         tls-cert = "/etc/gradwire/server.pem"
@@ -131,6 +132,7 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         "same_host": False,
         "direct": False,
         "direct_bind": "0.0.0.0:50052",
+        "follow": ["10.0.0.*:50051", "unix:/run/*"],
         "tune_malloc": False,
         "max_shared_bytes": 1 << 30,
         "tls_cert": "/etc/gradwire/server.pem",
