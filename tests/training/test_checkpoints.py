@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +262,85 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, how: str,
     assert str(name) in str(raised.value)
     assert isinstance(raised.value, OSError)
     assert same(layer.weight.detach(), before)
+
+
+def _forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a manifest and makes its hash right again, as anybody can who passes on a checkpoint."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    change(manifest)
+    manifest["sha256"] = directory._hash(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _weight(manifest: dict[str, Any]) -> dict[str, Any]:
+    weight: dict[str, Any] = _module(manifest)["state"]["weight"]
+    return weight
+
+
+def _module(manifest: dict[str, Any]) -> dict[str, Any]:
+    module: dict[str, Any] = manifest["state"]["model"][""]
+    return module
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no kind": lambda manifest: manifest.pop("kind"),
+    "a kind that is a list": lambda manifest: manifest.update(kind=[]),
+    "no folder": lambda manifest: manifest.pop("data"),
+    "the folder above": lambda manifest: manifest.update(data=".."),
+    "a folder that is no text": lambda manifest: manifest.update(data=[]),
+    "a folder with a zero byte": lambda manifest: manifest.update(data="\0"),
+    "a list of files": lambda manifest: manifest.update(files=["00000.safetensors"]),
+    "a file that is described by a text": lambda manifest: manifest["files"].update(x="y"),
+    "no state": lambda manifest: manifest.pop("state"),
+    "a state that is a list": lambda manifest: manifest.update(state=[]),
+    "no model": lambda manifest: manifest["state"].pop("model"),
+    "a model that is a number": lambda manifest: manifest["state"].update(model=1),
+    "no optimizer": lambda manifest: manifest["state"].pop("optimizer"),
+    "an optimizer that is a list": lambda manifest: manifest["state"].update(optimizer=[]),
+    "an optimizer without groups": lambda manifest: manifest["state"]["optimizer"].update(state={}),
+    "a tensor without a name": lambda manifest: _weight(manifest).update({"$tensor": []}),
+    "a tensor that is a number": lambda manifest: _weight(manifest).update({"$tensor": 1}),
+    "a tensor of an unknown dtype": lambda manifest: _weight(manifest).update(dtype="no"),
+    "a tensor in another form": lambda manifest: _weight(manifest).update(shape="no"),
+    "a set of lists": lambda manifest: _module(manifest).update(metadata={"$set": [[]]}),
+    "a sparse tensor that is none": lambda manifest: _module(manifest).update(
+        metadata={"$sparse_coo": {"indices": [], "values": [], "shape": [], "coalesced": True}}
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_manifest_of_another_form_is_refused_whatever_its_hash(tmp_path: Path, how: str) -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters())
+    gw.save(tmp_path, layer, optimizer)
+    _forge(tmp_path, FORGED[how])
+    before = layer.weight.detach().add_(1).clone()
+    with pytest.raises(gw.CheckpointError, match=str(tmp_path)):
+        gw.load(tmp_path, layer, optimizer)
+    assert same(layer.weight.detach(), before)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr])
+def test_sparse_tensors_with_indices_beyond_their_shape_are_refused(
+    tmp_path: Path, layout: torch.layout
+) -> None:
+    """They would lead to any memory."""
+    blocks = (2, 2) if layout is torch.sparse_bsr else None
+    with SnapshotWriter(tmp_path, "checkpoint") as writer:
+        sparse = torch.eye(4).to_sparse(layout=layout, blocksize=blocks)
+        writer.commit({"value": writer.put(sparse, "value")})
+
+    def shrink(manifest: dict[str, Any]) -> None:
+        (described,) = manifest["state"]["value"].values()
+        described["shape"] = [2, 2]
+
+    _forge(tmp_path, shrink)
+    with SnapshotReader(tmp_path, "checkpoint") as snapshot:
+        with pytest.raises(gw.CheckpointError, match="is damaged, or was not written by gradwire"):
+            snapshot.get(snapshot.state["value"])
 
 
 def test_what_is_not_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 import gradwire as gw
 import gradwire_server as gws
-from gradwire.training.snapshots import SnapshotReader
+from gradwire.training.snapshots import SnapshotReader, directory
 from gradwire_server.daemon.cli import app
 
 HERE = Path(__file__).parent
@@ -126,6 +127,21 @@ def test_what_was_made_of_something_without_a_name_is_left_out(
 
 
 # -- when it is saved
+
+
+@pytest.mark.parametrize(
+    "state", [[], {}, {"objects": 1, "optimizers": []}, {"objects": [{}], "optimizers": []}], ids=repr
+)
+def test_a_state_of_another_form_is_refused_whatever_its_hash(state_dir: Path, state: object) -> None:
+    with served(state_dir):
+        pass
+    manifest = json.loads((state_dir / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["state"] = state
+    manifest["sha256"] = directory._hash(manifest)
+    (state_dir / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(gws.StateError, match="To start anew, move"):
+        served(state_dir).start()
 
 
 def test_it_is_saved_now_and_then_if_something_changed(state_dir: Path) -> None:

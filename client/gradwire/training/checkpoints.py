@@ -15,7 +15,13 @@ from gradwire.torch_internals import set_state_metadata, state_metadata
 from gradwire.training.modules import LocalStateDict, RemoteModule
 from gradwire.training.optimizers import DistributedOptimizer
 from gradwire.training.progress import ByteProgress
-from gradwire.training.snapshots import DirectoryLock, SnapshotReader, SnapshotWriter, encoded_dict
+from gradwire.training.snapshots import (
+    DirectoryLock,
+    SnapshotReader,
+    SnapshotWriter,
+    encoded_dict,
+    reading,
+)
 
 __all__ = ["LoadedKeys", "load", "save"]
 
@@ -99,26 +105,28 @@ def load(
             return bar.advance
 
         with SnapshotReader(source, "checkpoint", advance=begin) as snapshot:
-            saved: dict[str, Any] = _encoded_items(snapshot.state["model"])
-            _check_names(source, modules, is_single, saved, snapshot.state["single"])
-            keys = LoadedKeys([], [])
-            mismatches: list[str] = []
-            for name, module in modules.items():
-                _compare_keys_and_shapes(snapshot, name, module, saved[name], keys, mismatches)
-            if strict and keys.missing:
-                mismatches.append(f"it lacks {_first_few(keys.missing)}")
-            if strict and keys.unexpected:
-                mismatches.append(f"the model lacks {_first_few(keys.unexpected)}")
-            _refuse(source, "model", mismatches)
-            if optimizer is not None:
-                saved_optimizer = snapshot.state["optimizer"]
-                _refuse(source, "optimizer", _optimizer_mismatches(saved_optimizer, optimizer))
+            with reading(source):
+                saved: dict[str, Any] = _encoded_items(snapshot.state["model"])
+                _check_names(source, modules, is_single, saved, snapshot.state["single"])
+                keys = LoadedKeys([], [])
+                mismatches: list[str] = []
+                for name, module in modules.items():
+                    _compare_keys_and_shapes(snapshot, name, module, saved[name], keys, mismatches)
+                if strict and keys.missing:
+                    mismatches.append(f"it lacks {_first_few(keys.missing)}")
+                if strict and keys.unexpected:
+                    mismatches.append(f"the model lacks {_first_few(keys.unexpected)}")
+                _refuse(source, "model", mismatches)
+                if optimizer is not None:
+                    saved_optimizer = snapshot.state["optimizer"]
+                    _refuse(source, "optimizer", _optimizer_mismatches(saved_optimizer, optimizer))
             for name, module in modules.items():
                 _load_module(source, snapshot, module, saved[name], strict)
             if optimizer is not None:
                 # Copies, because an optimizer keeps the tensors that it is given, and views of the files
                 # would end with the snapshot.
-                optimizer.load_state_dict(snapshot.get(saved_optimizer["state"], copy=True))
+                with reading(source):
+                    optimizer.load_state_dict(snapshot.get(saved_optimizer["state"], copy=True))
     return keys
 
 
@@ -244,14 +252,15 @@ def _first_few(names: list[str]) -> str:
 def _load_module(
     source: Path, snapshot: SnapshotReader, module: torch.nn.Module, saved: Any, strict: bool
 ) -> None:
-    state = OrderedDict(snapshot.get(saved["state"]))
-    metadata = snapshot.get(saved["metadata"])
-    if metadata is not None:
-        set_state_metadata(state, metadata)
-    try:
-        module.load_state_dict(state, strict=strict)
-    except (RuntimeError, WrongArguments) as error:
-        raise CheckpointMismatch(f"{source} does not fit this model: {error}") from error
+    with reading(source):
+        state = OrderedDict(snapshot.get(saved["state"]))
+        metadata = snapshot.get(saved["metadata"])
+        if metadata is not None:
+            set_state_metadata(state, metadata)
+        try:
+            module.load_state_dict(state, strict=strict)
+        except (RuntimeError, WrongArguments) as error:
+            raise CheckpointMismatch(f"{source} does not fit this model: {error}") from error
 
 
 # -- optimizers

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.errors import CheckpointError
-from gradwire.training.snapshots import DirectoryLock, SnapshotReader, SnapshotWriter
+from gradwire.training.snapshots import DirectoryLock, SnapshotReader, SnapshotWriter, reading
 from gradwire_server.errors import StateError
 from gradwire_server.objects.access import ParameterAccess
 from gradwire_server.objects.optimizers import WorkerOptimizer
@@ -219,7 +219,7 @@ class StateDirectory:
     # -- restoring
 
     def _restore(self) -> None:
-        with SnapshotReader(self._path, "state") as snapshot:
+        with SnapshotReader(self._path, "state") as snapshot, reading(self._path):
             incompatible: list[str] = []
             for encoded in snapshot.state["objects"]:
                 entry = snapshot.get(encoded)

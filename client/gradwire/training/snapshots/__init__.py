@@ -4,7 +4,8 @@ Both `gw.save` and the worker's state directory use them. A snapshot has a ``man
 sub-directory with the tensors in safetensors files. The manifest lists the files with their hashes.
 """
 
+from .damage import reading
 from .directory import DirectoryLock, SnapshotReader, SnapshotWriter
 from .values import encoded_dict
 
-__all__ = ["DirectoryLock", "SnapshotReader", "SnapshotWriter", "encoded_dict"]
+__all__ = ["DirectoryLock", "SnapshotReader", "SnapshotWriter", "encoded_dict", "reading"]

@@ -25,6 +25,7 @@ import torch
 from gradwire._version import __version__
 from gradwire.errors import CheckpointError, CheckpointMismatch
 from gradwire.training.snapshots import values
+from gradwire.training.snapshots.damage import reading
 from gradwire.training.snapshots.files import Advance, FileEntry, Shard, TensorFile, write_synced
 from gradwire.training.snapshots.values import Json
 
@@ -211,10 +212,13 @@ class SnapshotReader:
     def __init__(self, path: Path, kind: str, *, advance: Callable[[int], Advance] | None = None) -> None:
         """Checks all files. `advance` is called with their total size, and returns a callable for the
         progress."""
-        manifest, self._files = _open(path, kind)
-        self.state: Mapping[str, Json] = manifest["state"]
-        entries = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
+        self._path = path
+        with reading(path):
+            manifest, self._files = _open(path, kind)
         try:
+            with reading(path):
+                self.state: Mapping[str, Json] = dict(manifest["state"])
+                entries = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
             report = (
                 _ignore_progress
                 if advance is None
@@ -222,7 +226,8 @@ class SnapshotReader:
             )
             for name, file in self._files.items():
                 try:
-                    file.check(entries[name], report)
+                    with reading(file.path):
+                        file.check(entries[name], report)
                 except OSError as error:
                     if isinstance(error, CheckpointError):
                         raise
@@ -233,16 +238,20 @@ class SnapshotReader:
 
     def get(self, encoded: Json, *, copy: bool = False) -> Any:
         """Decodes a value of the manifest. Without `copy` its tensors are views of the files."""
-        return values.decode(encoded, lambda reference: self._file(reference).tensor(reference, copy=copy))
+        with reading(self._path):
+            return values.decode(
+                encoded, lambda reference: self._file(reference).tensor(reference, copy=copy)
+            )
 
     def shape(self, encoded: Json) -> tuple[int, ...] | None:
         """The shape of a tensor in the manifest; None for anything else."""
         if not isinstance(encoded, dict):
             return None
-        if "$tensor" in encoded:
-            return self._file(encoded).shape(encoded)
-        sparse = encoded.get("$sparse_coo") or encoded.get("$sparse")
-        return tuple(sparse["shape"]) if isinstance(sparse, dict) else None
+        with reading(self._path):
+            if "$tensor" in encoded:
+                return self._file(encoded).shape(encoded)
+            sparse = encoded.get("$sparse_coo") or encoded.get("$sparse")
+            return tuple(sparse["shape"]) if isinstance(sparse, dict) else None
 
     def _file(self, reference: Mapping[str, Json]) -> TensorFile:
         name = reference["$tensor"][0]
@@ -307,7 +316,7 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
         what = _KINDS.get(manifest["kind"], f"a {manifest['kind']}")
         raise CheckpointMismatch(f"{path} is {what}, and not {_KINDS[kind]}")
     for name in (manifest["data"], *manifest["files"]):
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise CheckpointError(f"{manifest_path} names a file outside of its directory: {name!r}")
     return manifest
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import CheckpointError
-from gradwire.torch_internals import coo_indices, coo_values
+from gradwire.torch_internals import coo_indices, coo_values, validate_compressed, validate_coo
 from gradwire.wire.dtypes import DTYPES_BY_NAME, dtype_name
 
 __all__ = ["Json", "decode", "encode", "encoded_dict"]
@@ -33,6 +33,7 @@ _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
+_BLOCKS = (torch.sparse_bsr, torch.sparse_bsc)
 _LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in _COMPRESSED}
 
 
@@ -143,20 +144,21 @@ def decode(encoded: Json, get: GetTensor) -> Any:
         case "$device":
             return torch.device(content)
         case "$sparse_coo":
+            indices, elements, shape = get(content["indices"]), get(content["values"]), content["shape"]
+            # Wrong indices could address any memory. The constructor's own check is a setting of the whole
+            # process while it runs, which other threads would see.
+            validate_coo(indices, elements, shape, content["coalesced"])
             return torch.sparse_coo_tensor(
-                get(content["indices"]),
-                get(content["values"]),
-                content["shape"],
-                is_coalesced=content["coalesced"],
-                check_invariants=False,
+                indices, elements, shape, is_coalesced=content["coalesced"], check_invariants=False
             )
         case "$sparse" if content["layout"] in _LAYOUTS:
+            compressed, plain = get(content["compressed"]), get(content["plain"])
+            elements, shape, layout = get(content["values"]), content["shape"], _LAYOUTS[content["layout"]]
+            blocks = elements.shape[compressed.dim() : compressed.dim() + 2]
+            if layout in _BLOCKS and 0 in blocks:  # to_dense() divides by it
+                raise CheckpointError(f"the manifest has a sparse tensor with blocks of shape {list(blocks)}")
+            validate_compressed(compressed, plain, elements, shape, layout)
             return torch.sparse_compressed_tensor(
-                get(content["compressed"]),
-                get(content["plain"]),
-                get(content["values"]),
-                content["shape"],
-                layout=_LAYOUTS[content["layout"]],
-                check_invariants=False,
+                compressed, plain, elements, shape, layout=layout, check_invariants=False
             )
     raise CheckpointError(f"the manifest has {tag} {content!r:.80}, which this version does not know")
