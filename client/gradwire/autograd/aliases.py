@@ -20,7 +20,7 @@ def share_history(tensors: list[torch.Tensor], slots: Sequence[int]) -> None:
     """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes:
+        if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes and not tensor.is_quantized:
             groups.setdefault(storage_id(tensor), []).append(index)
     chosen = set(slots)
     for group in groups.values():
@@ -39,5 +39,12 @@ def share_history(tensors: list[torch.Tensor], slots: Sequence[int]) -> None:
                 tensor = tensors[index]
                 if tensor is first and len(differentiable) == 1:
                     continue
-                typed = base if tensor.dtype == base.dtype else base.view(torch.uint8).view(tensor.dtype)
+                typed = base if tensor.dtype == base.dtype else _typed(base, tensor.dtype)
                 tensors[index] = typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _typed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A view of another dtype: of as much of the storage as has whole elements of both."""
+    storage = base.untyped_storage()
+    memory = base.as_strided((storage.nbytes() // base.itemsize,), (1,), 0).view(torch.uint8)
+    return memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
