@@ -142,7 +142,7 @@ def seconds(value: object) -> float:
         raise ValueError(f"{value!r} is not a number of seconds")
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a number of seconds") from None
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"must be a finite number of seconds from 0 on, not {value}")
@@ -167,7 +167,10 @@ def byte_size(value: object) -> int:
         raise ValueError(f"{value!r} is not a size; write bytes or a unit, as in 64MB or 1GiB")
     # Whole numbers stay exact beyond 2**53.
     number = match["number"]
-    size = int(number) * unit if number.isdigit() else round(float(number) * unit)
+    try:
+        size = int(number) * unit if number.isdigit() else round(float(number) * unit)
+    except OverflowError:
+        raise ValueError(f"{value!r} is beyond all sizes") from None
     if size < 1:
         raise ValueError("must be at least 1 byte")
     return size
@@ -267,7 +270,8 @@ def read_config(path: Path) -> dict[str, object]:
             document = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # ValueError: also of a number with too many digits. RecursionError: of arrays within arrays.
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
 
     for table in document:

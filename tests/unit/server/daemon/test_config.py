@@ -26,7 +26,9 @@ def test_sizes(text: object, size: int) -> None:
     assert config.byte_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MB", "-1", "1XB", "0", "1 2", True, 1.5, None, "0.1B"])
+@pytest.mark.parametrize(
+    "text", ["", "MB", "-1", "1XB", "0", "1 2", True, 1.5, None, "0.1B", "9" * 400 + ".5"]
+)
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match=r"size|byte"):
         config.byte_size(text)
@@ -160,6 +162,10 @@ def test_a_file_with_every_setting(tmp_path: Path) -> None:
         ("[serve]\nlost-after = 1\nlost_after = 2", "'lost-after' is given twice"),
         ("serve = 1", "must be a table"),
         ("[serve", "is not TOML"),
+        ("[serve]\nthreads = " + "9" * 5000, "is not TOML"),
+        ("[serve]\nbind = " + "[" * 5000, "is not TOML"),
+        ("[serve]\nlease = " + "9" * 400, "is not a number of seconds"),
+        ("[serve]\nmax-message-bytes = '" + "9" * 400 + ".5GB'", "is beyond all sizes"),
     ],
 )
 def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, said: str) -> None:
