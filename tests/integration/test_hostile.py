@@ -466,6 +466,12 @@ FAILS: dict[str, tuple[bytes, list[bytes], Code.Code]] = {
     "an attachment longer than it says": (attachment(), [bytes(32)], Code.CODE_MALFORMED),
     "an attachment of nothing": (attachment(), [b""], Code.CODE_MALFORMED),
     "a storage without end": (attachment(1 << 60), [bytes(8)], Code.CODE_MALFORMED),
+    "a device whose support is not there": (
+        autograd_pb2.ForwardWithAutogradRequest.FromString(call()).SerializeToString()
+        + autograd_pb2.ForwardWithAutogradRequest(devices=["hpu"]).SerializeToString(),
+        [],
+        Code.CODE_INVALID_DEVICE_MAP,
+    ),
     "a set of integers of one hash": (set_of_one_hash(60_000), [], Code.CODE_MALFORMED),
     "the name of no keyword argument": (
         autograd_pb2.ForwardWithAutogradRequest(

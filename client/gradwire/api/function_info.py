@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradwire.errors import MalformedMessage
 from gradwire.proto.v1 import describe_pb2
 
 __all__ = ["FunctionInfo", "function_info"]
@@ -46,14 +47,23 @@ class FunctionInfo:
 
 
 def function_info(message: describe_pb2.Function) -> FunctionInfo:
-    """The `FunctionInfo` of one entry of a worker's description."""
+    """The `FunctionInfo` of one entry of a worker's description.
+
+    Raises MalformedMessage for a signature that Python does not have."""
     return FunctionInfo(
         name=message.name,
         kind=_KINDS.get(message.kind, "function"),
         doc=message.doc,
-        signature=_signature(message),
+        signature=_checked_signature(message),
         methods={method.name: function_info(method) for method in message.methods},
     )
+
+
+def _checked_signature(message: describe_pb2.Function) -> inspect.Signature:
+    try:
+        return _signature(message)
+    except (ValueError, IndexError) as error:  # IndexError: of a parameter without a name, by Python 3.11
+        raise MalformedMessage(f"{message.name!r} is described with no valid signature: {error}") from error
 
 
 def _signature(message: describe_pb2.Function) -> inspect.Signature:

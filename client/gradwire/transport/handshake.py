@@ -167,7 +167,7 @@ def connect(
         _read(connection, len(_ACCEPTED))
         connection.settimeout(None)
         return connection
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # OverflowError: the worker offers a port beyond 65535
         log.debug("no socket to %s around gRPC: %s", target, error)
         if connection is not None:
             connection.close()

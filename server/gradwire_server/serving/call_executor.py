@@ -318,5 +318,6 @@ def _put_on_devices(decoder: wire.Decoder, devices: Sequence[str]) -> None:
         if device:
             try:
                 decoder.tensors[index] = decoder.tensors[index].to(device)
-            except (RuntimeError, NotImplementedError, AssertionError) as error:
+            except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
+                # ImportError: torch knows names of devices whose support is a package of its own.
                 raise InvalidDeviceMap(f"a tensor cannot be put on {device!r} here: {error}") from None
