@@ -314,7 +314,7 @@ class RemoteError(GradwireError):
         first."""
         remote_type = types[0] if types else "Exception"
         short_name = remote_type.removeprefix("builtins.")
-        error = _remote_error_type(tuple(types))(
+        error = _remote_error_type(_nearest_builtin(types).__name__)(
             f"{short_name}: {message}" if message else short_name, worker=worker
         )
         error.remote_type = remote_type
@@ -333,7 +333,7 @@ class RemoteError(GradwireError):
 _NOT_IMITATED = (StopIteration, StopAsyncIteration, GeneratorExit, BaseExceptionGroup)
 
 
-def _nearest_builtin(types: tuple[str, ...]) -> type[Exception]:
+def _nearest_builtin(types: Sequence[str]) -> type[Exception]:
     """The first builtin exception among the type and the bases of a remote exception."""
     for name in types:
         builtin = getattr(builtins, name.removeprefix("builtins."), None) if "." in name else None
@@ -347,9 +347,9 @@ def _nearest_builtin(types: tuple[str, ...]) -> type[Exception]:
 
 
 @lru_cache
-def _remote_error_type(types: tuple[str, ...]) -> type[RemoteError]:
-    """A subclass of `RemoteError` that is also the nearest builtin type."""
-    builtin = _nearest_builtin(types)
+def _remote_error_type(name: str) -> type[RemoteError]:
+    """A subclass of `RemoteError` that is also the builtin type of a name."""
+    builtin: type[Exception] = getattr(builtins, name)
     if builtin is Exception:
         return RemoteError
     return type(f"Remote{builtin.__name__}", (RemoteError, builtin), {"__module__": __name__})

@@ -29,6 +29,16 @@ ALL = [
 ]
 
 
+def test_errors_of_one_builtin_type_are_of_one_type() -> None:
+    """A worker may make up other names each time: no type is made, and kept, for each of them."""
+    rebuilt = [
+        faults.rebuild(link_pb2.Error(code=link_pb2.Error.CODE_RAISED, types=[name, "builtins.KeyError"]))
+        for name in ("odd.One", "odd.Other")
+    ]
+    assert isinstance(rebuilt[0], KeyError)
+    assert type(rebuilt[0]) is type(rebuilt[1])
+
+
 @pytest.mark.parametrize("type_", ALL)
 def test_every_error_keeps_its_type_message_and_worker(type_: type[errors.GradwireError]) -> None:
     error = type_("the message", worker="w (h:1)")
