@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-oldest native-fuzz native-stress native-sanitize test-slow bench bench-peers bench-shaped bench-growth bench-against soak search lint hooks format types protos protos-check dist dist-check check up down clean
+.PHONY: help install native demo test test-oldest native-fuzz native-stress native-sanitize test-slow bench bench-peers bench-shaped bench-growth bench-against soak search lint hooks format types audit sbom protos protos-check dist dist-check check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +83,12 @@ format: $(INSTALLED) ## format the code and apply ruff's safe fixes
 
 types: $(INSTALLED) ## mypy --strict over both packages and the benchmarks
 	@$(BIN)/mypy
+
+audit: ## look up the versions of constraints.txt in a database of vulnerabilities; 3 if that cannot be done
+	@PYTHON="$(PYTHON)" scripts/audit $(ARGS)
+
+sbom: $(INSTALLED) ## write dist/sbom.json, a CycloneDX list of what gradwire needs to run
+	@PYTHON="$(PYTHON)" scripts/sbom
 
 protos: ## generate client/gradwire/proto from protos/
 	@PYTHON="$(PYTHON)" scripts/protos
