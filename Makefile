@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-oldest native-fuzz native-stress native-sanitize test-slow bench bench-peers bench-shaped bench-growth bench-against soak search lint hooks format types audit sbom protos protos-check dist dist-check check up down clean
+.PHONY: help install native demo test test-oldest native-fuzz native-stress native-sanitize test-slow bench bench-peers bench-shaped bench-growth bench-against soak search fuzz lint hooks format types audit sbom protos protos-check dist dist-check check up down clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,9 @@ soak: native ## everything at once with faults at random, for SECONDS=120; ARGS=
 
 search: native ## random programs beside plain PyTorch, for SECONDS=120; ARGS="--seed 7", ARGS="--only 17"
 	@$(BIN)/python -m tests.search --seconds $(SECONDS) $(ARGS)
+
+fuzz: native ## inputs that were changed at random for all that reads bytes, for SECONDS=120; ARGS="--seed 7"
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 bench: native ## measure gradwire beside TensorPipe on this machine; ARGS="--quick", ARGS="--rows 1,6,7"
 	@$(BIN)/python -m benchmarks $(ARGS)
