@@ -36,11 +36,14 @@ def mutate_json(random: Random, text: bytes, donor: bytes, words: Sequence[str] 
     return changed.encode("utf-8", "surrogatepass")[:LARGEST]
 
 
-def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
-    for key, value in list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder)):
-        yield holder, key
-        if isinstance(value, dict | list):
-            yield from _places(value)
+def _places(whole: Any) -> Iterator[tuple[Any, Any]]:
+    unvisited = [whole]
+    while unvisited:
+        holder = unvisited.pop()
+        for key, value in list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder)):
+            yield holder, key
+            if isinstance(value, dict | list):
+                unvisited.append(value)
 
 
 def _change(random: Random, holder: Any, key: Any, whole: list[Any], words: Sequence[str]) -> None:

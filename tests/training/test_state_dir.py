@@ -130,7 +130,15 @@ def test_what_was_made_of_something_without_a_name_is_left_out(
 
 
 @pytest.mark.parametrize(
-    "state", [[], {}, {"objects": 1, "optimizers": []}, {"objects": [{}], "optimizers": []}], ids=repr
+    "state",
+    [
+        [],
+        {},
+        {"objects": 1, "optimizers": []},
+        {"objects": [{}], "optimizers": []},
+        {"objects": [], "optimizers": [{"uid": 0.5, "modules": [], "since": 0, "state": {}}]},
+    ],
+    ids=repr,
 )
 def test_a_state_of_another_form_is_refused_whatever_its_hash(state_dir: Path, state: object) -> None:
     with served(state_dir):

@@ -223,6 +223,7 @@ class StateDirectory:
             incompatible: list[str] = []
             for encoded in snapshot.state["objects"]:
                 entry = snapshot.get(encoded)
+                _check_text(entry["name"])
                 try:
                     restore_object(entry, self._objects, self._recreate)
                 except IncompatibleState as error:
@@ -234,6 +235,7 @@ class StateDirectory:
                 )
             for encoded in snapshot.state["optimizers"]:
                 saved = snapshot.get(encoded, copy=True)
+                _check_text(saved["uid"])
                 self._objects.restored_optimizer_states[saved["uid"]] = saved["state"]
                 self._unclaimed[saved["uid"]] = _UnclaimedOptimizer(saved["modules"], saved["since"])
         names = sorted(stored.name for stored in self._objects.named())
@@ -243,6 +245,11 @@ class StateDirectory:
             self._path,
             extra={"event": "restored", "objects": names, "optimizers": sorted(self._unclaimed)},
         )
+
+
+def _check_text(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r:.80} is no text")
 
 
 class _Copies(NamedTuple):
