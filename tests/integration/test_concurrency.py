@@ -159,6 +159,9 @@ def test_stopping_lets_a_prepared_step_be_committed_and_nothing_else_that_is_cal
     before = layer.state_dict()["bias"].clone()
     (part,) = optimizer._remote
     request = {**optimizer._step_settings(None), "patience": 1.0, "keep_place": False}
+    (stored,) = [
+        stored.value for stored in worker._objects._all() if isinstance(stored.value, torch.nn.Linear)
+    ]
     part.start("prepare", 1, request)()
     assert ledger.call("commit", 1) == 1
     with ThreadPoolExecutor(1) as pool:
@@ -168,9 +171,6 @@ def test_stopping_lets_a_prepared_step_be_committed_and_nothing_else_that_is_cal
         with pytest.raises(gw.Unavailable, match="is shutting down"):
             ledger.call("commit", 1)
         part.start("commit", 1)()
-        (stored,) = [
-            stored.value for stored in worker._objects._all() if isinstance(stored.value, torch.nn.Linear)
-        ]
         assert torch.equal(stored.bias.detach(), before - 0.1 * 2)
         assert stopping.result(20) is True
 

@@ -113,7 +113,7 @@ def test_a_size_as_it_is_shown_is_taken_for_the_same(size: int) -> None:
 def test_the_command_line_has_the_defaults_of_the_worker() -> None:
     options = inspect.signature(gradwire_server.daemon.cli.serve).parameters
     worker = inspect.signature(Worker).parameters
-    for name in options.keys() & worker.keys() - {"bind"}:
+    for name in options.keys() & worker.keys() - {"bind", "follow"}:
         assert options[name].default == worker[name].default, name
     assert options["max_bytes_in_flight_per_client"].default == LinkSettings.max_bytes_in_flight
     assert options["max_held_bytes"].default == HoldLimits.bytes

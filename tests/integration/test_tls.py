@@ -513,7 +513,7 @@ def test_a_ref_that_is_passed_on_is_reached_with_tls(launch: Launch, made: Certi
     def applied(layer, x):
         return layer(x)
     """
-    flags = [*made.flags(), "--tls-client-ca", str(made.ca)]
+    flags = [*made.flags(), "--tls-client-ca", str(made.ca), "--follow", "127.0.0.1:*"]
     first, second = launch(served, *flags), launch(served, *flags)
     tls = made.tls("client")
     with gw.connect(first.address, tls=tls) as worker, gw.connect(second.address, tls=tls) as other:

@@ -45,7 +45,12 @@ class Served:
 
 
 def _serve(name: str, **settings: float) -> Iterator[Served]:
-    with gws.Worker(models, name=name, **settings) as worker, gw.connect(worker.address) as handle:
+    # Refs to the objects of one lead to the other.
+    follow = ["127.0.0.1:*"]
+    with (
+        gws.Worker(models, name=name, follow=follow, **settings) as worker,
+        gw.connect(worker.address) as handle,
+    ):
         yield Served(worker, handle)
 
 
