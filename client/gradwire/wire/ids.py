@@ -6,9 +6,9 @@ can name it, and to all others it is not found.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable
+from os import urandom
 from typing import Generic, Self, TypeVar
 
 from gradwire.errors import MalformedMessage
@@ -45,7 +45,7 @@ class _Id(bytes, Generic[Message]):
     @classmethod
     def new(cls, peer: int, number: int) -> Self:
         """An id with a key of its own."""
-        return _new(cls, _pack_number(peer, number) + os.urandom(_KEY_BYTES))
+        return _new(cls, _pack_number(peer, number) + urandom(_KEY_BYTES))
 
     @classmethod
     def of(cls, content: bytes) -> Self:

@@ -25,6 +25,7 @@ import torch
 from gradwire.errors import AlreadyExists, NotFound, PermissionDenied
 from gradwire.proto.v1 import value_pb2
 from gradwire.system.accounting import InUse, Tally
+from gradwire.system.randomness import new_id
 from gradwire.system.timers import call_later
 from gradwire_server.objects.parameters import StoredParameters
 from gradwire_server.objects.stored import IssuedRef, Recipe, StoredObject, is_data, tensor_bytes
@@ -124,6 +125,7 @@ class ObjectStore:
                 return known
         stored = StoredObject(
             self._new_number(),
+            new_id(),
             value,
             None if name else owner,
             name,

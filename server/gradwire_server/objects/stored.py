@@ -13,7 +13,6 @@ import numpy
 import torch
 
 from gradwire.autograd import nbytes
-from gradwire.system.randomness import new_id
 from gradwire_server.objects.access import ParameterSet
 
 __all__ = ["IssuedRef", "Recipe", "StoredObject", "is_data", "parameter_sets_of", "tensor_bytes"]
@@ -54,6 +53,9 @@ class StoredObject:
 
     number: int
     """Counted: objects that were made later have higher numbers."""
+    handle: int
+    """What refs name it by, if it has no name. It cannot be guessed: only who was given a ref can use the
+    object."""
     value: Any
     owner: int | None
     """The peer id of the client that made the object; None if the object belongs to all clients."""
@@ -73,9 +75,6 @@ class StoredObject:
     release_numbers: set[int] = field(default_factory=set)
     """The release numbers of issued refs that were not released yet. The object is dropped with the last of
     them. Refs to an object that has a name have no release numbers."""
-    handle: int = field(default_factory=new_id)
-    """What refs name it by, if it has no name. It cannot be guessed: only who was given a ref can use the
-    object."""
     changes: int = 0
     """How often the object was changed. The version counters of its parameters do not count all changes where
     `allow_stale` is set."""

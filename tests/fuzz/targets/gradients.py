@@ -17,7 +17,7 @@ from gradwire.autograd.gradients import (
     gradient_limits,
     nbytes,
 )
-from gradwire.autograd.responses import ShortResponse, read_short
+from gradwire.autograd.responses import AWAITS_END, ShortResponse, read_short
 from gradwire.autograd.short_gradients import (
     GradientsReader,
     GradientsWriter,
@@ -32,7 +32,7 @@ __all__ = ["FullGradients", "ShortGradients"]
 
 _SENT = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.complex64), torch.zeros(0, 5), torch.zeros(16_400)]
 EXPECTED = [TensorMetadata.of(tensor) for tensor in _SENT]
-_ID = AutogradMessageId(5, 1)
+_ID = AutogradMessageId(5, 1, 8)
 _GRADIENTS: dict[str, list[torch.Tensor | None]] = {
     "all": [torch.ones(2, 3), torch.ones(4, dtype=torch.complex64), None, torch.ones(16_400)],
     "some": [None, torch.ones(4, dtype=torch.complex64), None, None],
@@ -91,7 +91,13 @@ class ShortGradients(Target):
             writer = GradientsWriter()
             assert writer.add(_ID, gradients, EXPECTED)
             request, attachments = short_request(
-                AutogradMessageId(5, 2), ContextId(5, 3), writer, [_ID], retain_graph=True, skip_leaves=False
+                AutogradMessageId(5, 2, 8),
+                ContextId(5, 3, 8),
+                writer,
+                [_ID],
+                retain_graph=True,
+                skip_leaves=False,
+                collect=True,
             )
             content, _ = writer.of_all()
             response = ShortResponse(1, 1, None, content, ()).body([_ID])
@@ -104,7 +110,7 @@ class ShortGradients(Target):
         try:
             return ShortRequest(request).gradients(EXPECTED, attachments)
         finally:
-            _, count, _, _, at = read_short(response)
+            _, count, _, _, at = read_short(response, AWAITS_END)
             reader = GradientsReader(response, at)
             for _ in range(count):
                 reader.read_message()

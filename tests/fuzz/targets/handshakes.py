@@ -4,21 +4,40 @@ from __future__ import annotations
 
 from tests.fuzz.inputs import Input
 from tests.fuzz.target import Target
+from tests.integration.test_hostile import peer_of
 
-from gradwire.errors import GradwireError, LinkError, MalformedMessage
+from gradwire.errors import GradwireError, LinkError, MalformedMessage, PermissionDenied
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import GrpcLink, LinkSettings, PeerIdentity, faults, frames, grpc_link, native
+from gradwire.transport import (
+    PROTOCOL,
+    GrpcLink,
+    LinkSettings,
+    OwnIdentity,
+    faults,
+    frames,
+    grpc_link,
+    native,
+)
 from gradwire.transport.addresses import remote_of
 from gradwire_server.serving import acceptor
 
 __all__ = ["Hellos", "Welcomes"]
 
+_SECRET = bytes(range(32))
 _HELLO = link_pb2.Hello(
-    protocol=2, peer=5, name="client", session=6, attempt=1, max_message_bytes=1 << 30, codecs=[1, 2]
+    protocol=PROTOCOL,
+    peer=peer_of(_SECRET),
+    secret=_SECRET,
+    name="client",
+    session=6,
+    attempt=1,
+    max_message_bytes=1 << 30,
+    codecs=[1, 2],
 )
 _WELCOME = link_pb2.Welcome(
-    protocol=2,
+    protocol=PROTOCOL,
     peer=7,
+    proof=bytes(32),
     name="worker",
     lease_seconds=30.0,
     max_message_bytes=1 << 30,
@@ -31,13 +50,13 @@ _WELCOME = link_pb2.Welcome(
 
 class Hellos(Target):
     name = "hellos"
-    refuses = (MalformedMessage, LinkError)
+    refuses = (MalformedMessage, LinkError, PermissionDenied)
     kinds = (link_pb2.Envelope,)
 
     def corpus(self) -> dict[str, Input]:
         return {
             "hello": (frames.envelope(link_pb2.Frame(hello=_HELLO)),),
-            "goodbye": (frames.goodbye(faults.describe(ValueError("x"), "client"), leaving=True),),
+            "goodbye": (frames.goodbye(faults.describe(ValueError("x"), "client")),),
         }
 
     def run(self, parts: Input) -> object:
@@ -55,11 +74,11 @@ class Welcomes(Target):
     def corpus(self) -> dict[str, Input]:
         return {
             "welcome": (frames.envelope(link_pb2.Frame(welcome=_WELCOME)),),
-            "goodbye": (frames.goodbye(faults.describe(ValueError("x"), "worker"), leaving=True),),
+            "goodbye": (frames.goodbye(faults.describe(ValueError("x"), "worker")),),
         }
 
     def run(self, parts: Input) -> object:
-        link = GrpcLink("127.0.0.1:1", PeerIdentity(1, "client"), lambda _: None, LinkSettings())
+        link = GrpcLink("127.0.0.1:1", OwnIdentity.new("client"), lambda _: None, LinkSettings())
         try:
             welcome = link._welcome(grpc_link._first_frame(iter(parts)))
         except grpc_link._Broken:

@@ -23,11 +23,11 @@ class Metadata(Target):
         metadata = _metadata()
         message = autograd_pb2.AutogradMetadata()
         metadata.write(message)
-        released = [AutogradMessageId(7, number) for number in range(3)]
-        text = str(ContextId(5, 3)).encode()
+        released = [AutogradMessageId(7, number, 8) for number in range(3)]
+        text = str(ContextId(5, 3, 8)).encode()
         return {
             "all": (message.SerializeToString(), metadata.in_short(released), text),
-            "plain": (b"", AutogradMetadata(ContextId(1, 2)).in_short(()), text),
+            "plain": (b"", AutogradMetadata(ContextId(1, 2, 8)).in_short(()), text),
         }
 
     def run(self, parts: Input) -> object:

@@ -8,7 +8,7 @@ from tests.fuzz.target import Target
 
 from gradwire import wire
 from gradwire.autograd.metadata import AutogradMetadata
-from gradwire.autograd.responses import ShortResponse, read_short, what_it_brings
+from gradwire.autograd.responses import ShortResponse, read_short, releases_of_discarded
 from gradwire.autograd.short_calls import ShortCall, short_call
 from gradwire.errors import ResourceExhausted, WireError
 from gradwire.proto.v1 import autograd_pb2
@@ -26,10 +26,10 @@ ARGUMENTS: dict[str, list[object]] = {
 
 
 def _metadata() -> AutogradMetadata:
-    metadata = AutogradMetadata(ContextId(5, 3), AutogradMessageId(5, 4), 2)
-    metadata.depends_on = [AutogradMessageId(6, 1), AutogradMessageId(6, 2)]
-    metadata.builds_on = [AutogradMessageId(6, 3)]
-    metadata.segment_handle = AutogradMessageId(6, 9)
+    metadata = AutogradMetadata(ContextId(5, 3, 8), AutogradMessageId(5, 4, 8), 2)
+    metadata.depends_on = [AutogradMessageId(6, 1, 8), AutogradMessageId(6, 2, 8)]
+    metadata.builds_on = [AutogradMessageId(6, 3, 8)]
+    metadata.segment_handle = AutogradMessageId(6, 9, 8)
     return metadata
 
 
@@ -53,7 +53,7 @@ class PlannedCalls(Target):
             table, _ = encoder.finish()
             request.tensors.CopyFrom(table)
             plan = wire.SentPlan(PLAN, wire.Layout(len(arguments), flat))
-            body, attachments = short_call(plan, flat, _metadata(), [AutogradMessageId(5, 1)])
+            body, attachments = short_call(plan, flat, _metadata(), [AutogradMessageId(5, 1, 8)])
             sent = [bytes(attachment.view) for attachment in attachments]
             inputs[name] = (request.SerializeToString(), body, *sent)
         return inputs
@@ -93,7 +93,7 @@ class PlannedResults(Target):
             table, _ = encoder.finish()
             response.tensors.CopyFrom(table)
             content, attachments = wire.Layout(1, flat).write(flat)
-            short = ShortResponse(0, 1, _metadata(), content, attachments).body([AutogradMessageId(5, 1)])
+            short = ShortResponse(0, 1, _metadata(), content, attachments).body([AutogradMessageId(5, 1, 8)])
             sent = [bytes(attachment.view) for attachment in attachments]
             inputs[name] = (response.SerializeToString(), short, *sent)
         return inputs
@@ -105,7 +105,7 @@ class PlannedResults(Target):
         response = wire.parse(autograd_pb2.ForwardWithAutogradResponse, full)
         result = wire.Decoder(response.tensors).value(response.result)
         plan.learn(plans, response, result)
-        what_it_brings(autograd_pb2.ForwardWithAutogradResponse, short)
+        releases_of_discarded(autograd_pb2.ForwardWithAutogradResponse, short)
         if not wire.is_short(short):
             return None
         _, number, _, _, at = read_short(short)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from unittest import mock
 
 import numpy
 import torch
@@ -182,14 +181,14 @@ def _recorded(name: str) -> Input:
         parts.append(bytes([asked.method]) + asked.request.body)
         dispatch(asked)
 
-    with mock.patch("gradwire.peers.local.new_id", side_effect=[serving.WORKER, serving.CLIENT]):
-        worker = Worker(serving.echo, serving.scale, serving.Layer, name="worker", threads=1)
-        dispatch = worker._acceptor._handler
-        worker._acceptor._handler = record
-        with worker:
-            with gw.connect(worker.address) as handle:
-                _PROGRAMS[name](handle)
-            reset_default_peer()
+    serving.be_predictable("worker", "client")
+    worker = Worker(serving.echo, serving.scale, serving.Layer, name="worker", threads=1)
+    dispatch = worker._acceptor._handler
+    worker._acceptor._handler = record
+    with worker:
+        with gw.connect(worker.address) as handle:
+            _PROGRAMS[name](handle)
+        reset_default_peer()
     return tuple(_without_pings(parts))[:12]
 
 

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+from tests.integration.test_hostile import peer_of
 
 from gradwire.autograd import serve_propagate
 from gradwire.proto.v1 import link_pb2
-from gradwire.transport import Link, Payload, PeerIdentity, ServerCall
+from gradwire.transport import Link, OwnIdentity, Payload, PeerIdentity, ServerCall
 from gradwire.wire import Plans
 from gradwire_server import Worker, expose
 
-__all__ = ["CLIENT", "WORKER", "Asked", "ClientLink", "ask", "new_worker"]
+__all__ = ["CLIENT", "WORKER", "Asked", "ClientLink", "ask", "be_predictable", "new_worker"]
 
-WORKER, CLIENT = 0x77, 0x55
+_SECRETS = {"worker": bytes(32), "client": bytes(range(32))}
+WORKER, CLIENT = map(peer_of, _SECRETS.values())
 """The ids of the worker and of its client: the same in each run, so that an input always means the same."""
+
+
+def be_predictable(*names: str) -> None:
+    """Has the peers that this process makes next have these ids, and gives everything that peers make the
+    same key in each run."""
+    left, another = iter(names), OwnIdentity.new
+
+    def new(said: str) -> OwnIdentity:
+        name = next(left, None)
+        if name is None:
+            return another(said)
+        return OwnIdentity(peer_of(_SECRETS[name]), name, secret=_SECRETS[name], proof_key=bytes(32))
+
+    mock.patch.object(OwnIdentity, "new", new).start()
+    mock.patch("gradwire.wire.ids.urandom", lambda size: b"\1" * size).start()
+    mock.patch("gradwire_server.objects.store.new_id", itertools.count(1).__next__).start()
 
 
 @expose
@@ -111,8 +130,8 @@ class Asked(ServerCall):
 
 def new_worker() -> Worker:
     """A worker that listens nowhere."""
-    with mock.patch("gradwire.peers.local.new_id", return_value=WORKER):
-        worker = Worker(echo, scale, Layer, name="worker", threads=2)
+    be_predictable("worker")
+    worker = Worker(echo, scale, Layer, name="worker", threads=2)
     worker._servicer.open()
     worker._attach_store(worker._peer)
     return worker

@@ -10,7 +10,7 @@ from tests.fuzz.targets import samples
 from tests.fuzz.targets.samples import TYPES, touch
 
 from gradwire import wire
-from gradwire.autograd.responses import what_it_brings
+from gradwire.autograd.responses import releases_of_discarded
 from gradwire.errors import ResourceExhausted, WireError
 from gradwire.proto.v1 import autograd_pb2, value_pb2
 
@@ -60,7 +60,7 @@ class Values(Target):
         body, *rest = parts
         attachments = [numpy.frombuffer(bytearray(part), numpy.uint8) for part in rest]
         refs: list[value_pb2.RemoteRef] = []
-        what_it_brings(autograd_pb2.ForwardWithAutogradResponse, body)
+        releases_of_discarded(autograd_pb2.ForwardWithAutogradResponse, body)
         message = wire.parse(autograd_pb2.ForwardWithAutogradResponse, body)
         decoder = wire.Decoder(message.tensors, attachments, types=TYPES, resolve_ref=refs.append)
         decoder.keep_requires_grad()
