@@ -6,7 +6,6 @@ nothing of what was refused has run.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -78,8 +77,9 @@ class Ignorant:
     """A client that asks and asks, ignores every hint, and never lets go of anything."""
 
     def __init__(self, address: str) -> None:
-        self._node = random.getrandbits(63) + 1
-        self._link = RawLink(address, frames.envelope(hello_frame(peer=self._node))).welcome()
+        hello = hello_frame()
+        self._node = hello.hello.peer
+        self._link = RawLink(address, frames.envelope(hello)).welcome()
         self._asked = 0
 
     def send_request(self, function: str, *args: object, context: int | None = None) -> int:

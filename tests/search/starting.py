@@ -16,6 +16,8 @@ import gradwire_server as gws
 __all__ = ["Workers", "connected", "daemons", "in_processes", "in_this_process"]
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLLOW = "127.0.0.1:*"
+"""Refs to what one worker holds lead the others there."""
 
 Workers = Mapping[str, gw.RemoteWorker]
 
@@ -26,7 +28,7 @@ def daemons() -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         started = {}
         for name in NAMES:
-            arguments = ["tests.search.serving", "--bind", "127.0.0.1:0", "--name", name]
+            arguments = ["tests.search.serving", "--bind", "127.0.0.1:0", "--name", name, "--follow", FOLLOW]
             started[name] = Daemon(arguments, cwd=ROOT, env={"SITE": name})
             stack.callback(started[name].stop)
         yield {name: daemon.wait_until_ready().address for name, daemon in started.items()}
@@ -55,6 +57,7 @@ def in_this_process() -> Iterator[Workers]:
     with ExitStack() as stack:
         addresses = {}
         for name in NAMES:
-            worker = stack.enter_context(gws.Worker(*real_site(name).functions, Cell, name=name))
+            served = (*real_site(name).functions, Cell)
+            worker = stack.enter_context(gws.Worker(*served, name=name, follow=[FOLLOW]))
             addresses[name] = worker.address
         yield stack.enter_context(connected(addresses))
