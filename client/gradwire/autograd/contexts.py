@@ -240,13 +240,15 @@ class DistAutogradContainer:
             return context
 
     def oldest_pass(self, id: ContextId) -> int:
-        """That of a context; 0 if the context is not there."""
+        """The number of the oldest unfinished pass of a context's owner; 0 if the context is not there."""
         context = self._contexts.get(id)
         return 0 if context is None else context.oldest_pass
 
     def learn_oldest_pass(self, id: ContextId, number: int) -> bool:
-        """Notes that number. Returns whether it has grown. Where the context is not there yet, nothing is
-        that could belong to an older pass."""
+        """Notes the number of the oldest unfinished pass of a context's owner. Returns whether it has grown.
+
+        A context that is not there yet holds nothing of older passes.
+        """
         context = self._contexts.get(id)
         if context is None or number <= context.oldest_pass:
             return False
@@ -262,7 +264,8 @@ class DistAutogradContainer:
         return _InUse(self, ids, requester)
 
     def with_key(self, id: ContextId) -> ContextId:
-        """The whole id of a context that people name without its key."""
+        """The id of a context with its key, for one that people name without. All contexts are looked
+        through."""
         if id.key or id in self._contexts:
             return id
         named = (

@@ -66,8 +66,10 @@ class DistEngine:
         return self.passes.oldest if context.peer == self.peer else self.container.oldest_pass(context)
 
     def learn_oldest_pass(self, context: ContextId, number: int) -> None:
-        """Notes that number, as a call in the context brought it. It counts in this context alone: whoever
-        knows one context of a peer may say nothing of the others."""
+        """Notes the number of the oldest unfinished pass of a context's owner, as a call in it brought it.
+
+        It counts in this context alone: any client may make up a context in the name of another one.
+        """
         if context.peer != self.peer and self.container.learn_oldest_pass(context, number):
             self.passes.hooks.forget_older(context, number)
 

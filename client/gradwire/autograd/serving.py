@@ -321,11 +321,11 @@ def _totals(contributions: Sequence[GradientsToReturn]) -> list[GradientsToRetur
 def serve_cleanup(engine: DistEngine, server_call: ServerCall) -> None:
     """Serves CleanupContext on the thread that reads: it is quick, and done before any later request."""
     request = wire.parse(autograd_pb2.CleanupContextRequest, server_call.request.body)
-    context = engine.container.with_key(ContextId.parse(request.context))
-    if request.messages:
+    context = ContextId.parse(request.context)
+    if request.messages:  # releases name no context
         found = engine.container.release(message_ids(request.messages))
     elif request.owner_is_gone and server_call.link is not None:
         found = engine.leases.end_unless_linked(context, server_call.link.peer.id)
     else:
-        found = engine.leases.end(context)
+        found = engine.leases.end(engine.container.with_key(context))
     server_call.respond(autograd_pb2.CleanupContextResponse(found=found).SerializeToString())
