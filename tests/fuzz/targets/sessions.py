@@ -77,7 +77,7 @@ class Sessions(Target):
         return None
 
     @staticmethod
-    def _handle(random: Random, session: native.Session, event: native.Event) -> None:
+    def _handle(random: Random, session: native.Link, event: native.Event) -> None:
         for block in event.attachments:
             bytes(block)
         if event.kind == native.REQUEST:
